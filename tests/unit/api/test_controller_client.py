@@ -16,6 +16,7 @@ from areal_core.storage.rundir import RunDir, write_json
 
 TOKEN = "the-token"
 Respond = Callable[[str], tuple[int, bytes]]
+Serve = Callable[[Respond], ThreadingHTTPServer]
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def serve(run: RunDir) -> Iterator[Callable[[Respond], ThreadingHTTPServer]]:
+def serve(run: RunDir) -> Iterator[Serve]:
     servers: list[ThreadingHTTPServer] = []
 
     def start(respond: Respond) -> ThreadingHTTPServer:
@@ -62,25 +63,14 @@ def serve(run: RunDir) -> Iterator[Callable[[Respond], ThreadingHTTPServer]]:
         server.server_close()
 
 
+GROUP = {"group_id": 7, "lengths": [3, 1], "rewards": [1.0, None], "truncated": [False, True], "ready_version": 0}
 MANIFEST = {
     "step": 1,
-    "groups": [
-        {
-            "group_id": 7,
-            "lengths": [3, 1],
-            "rewards": [1.0, None],
-            "truncated": [False, True],
-            "ready_version": 0,
-            "prompt_tokens": 5,
-            "checksums": [1, 2, 3],
-            "segment": "000001-000001",
-            "start": 12,
-        }
-    ],
+    "groups": [GROUP | {"prompt_tokens": 5, "checksums": [1, 2, 3], "segment": "000001-000001", "start": 12}],
 }
 
 
-def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]) -> None:
+def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Serve) -> None:
     responses = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
     serve(lambda path: next(responses))
     manifest = ControllerClient(run).batch(1)
@@ -89,9 +79,7 @@ def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[R
     assert manifest.groups[0].rewards == (1.0, None)
 
 
-def test_a_join_is_asked_for_until_the_server_is_at_work(
-    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
-) -> None:
+def test_a_join_is_asked_for_until_the_server_is_at_work(run: RunDir, serve: Serve) -> None:
     responses = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
     serve(lambda path: next(responses))
     client = ControllerClient(run)
@@ -101,9 +89,7 @@ def test_a_join_is_asked_for_until_the_server_is_at_work(
         client.join("a", "http://a")
 
 
-def test_the_end_of_the_run_and_a_refusal_are_told_apart(
-    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
-) -> None:
+def test_the_end_of_the_run_and_a_refusal_are_told_apart(run: RunDir, serve: Serve) -> None:
     serve(lambda path: (410, b"score") if "batch" in path else (400, b"no such group"))
     client = ControllerClient(run)
     with pytest.raises(RunFinished, match=r"^score$"):
@@ -112,9 +98,7 @@ def test_the_end_of_the_run_and_a_refusal_are_told_apart(
         client.group(9, [(0, 1)])
 
 
-def test_a_restarted_controller_is_found_on_its_new_port(
-    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
-) -> None:
+def test_a_restarted_controller_is_found_on_its_new_port(run: RunDir, serve: Serve) -> None:
     first = serve(lambda path: (200, b"old"))
     client = ControllerClient(run, patience_s=10.0)
     assert client.group(1, [(0, 3)]) == [b"old"]
@@ -132,9 +116,7 @@ def test_patience_ends_with_one_line_that_names_the_call(run: RunDir) -> None:
         ControllerClient(run, patience_s=0.0).group(1, [(0, 1)])
 
 
-def test_a_response_without_its_body_is_asked_for_again(
-    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
-) -> None:
+def test_response_without_its_body_is_asked_for_again(run: RunDir, serve: Serve) -> None:
     """As a server that is killed while it writes one may leave it."""
     responses = iter([(200, b""), (200, b"the group")])
     serve(lambda path: next(responses))

@@ -66,18 +66,14 @@ def copied(url: str, target: Path, *, sha256: str = SHA256, stop: bool = False, 
     return fetch(head, "/model/m", target, sha256, stopped=lambda: stop, patience_s=patience_s)
 
 
-def test_a_file_is_copied(start: Start, tmp_path: Path) -> None:
-    handler = type("Handler", (Whole,), {"starts": []})
+@pytest.mark.parametrize(("most", "starts"), [(len(DATA), [0]), (5000, [0, 5000, 10000, 15000])])
+def test_file_is_copied_and_goes_on_where_it_was_cut_short(
+    start: Start, tmp_path: Path, most: int, starts: list[int]
+) -> None:
+    handler = type("Handler", (Whole,), {"starts": [], "most": most})
     assert copied(start(handler), tmp_path / "m") == len(DATA)
     assert (tmp_path / "m").read_bytes() == DATA
-    assert handler.starts == [0]
-
-
-def test_what_is_cut_short_goes_on_where_it_ended(start: Start, tmp_path: Path) -> None:
-    handler = type("Handler", (Whole,), {"starts": [], "most": 5000})
-    assert copied(start(handler), tmp_path / "m") == len(DATA)
-    assert (tmp_path / "m").read_bytes() == DATA
-    assert handler.starts == [0, 5000, 10000, 15000]
+    assert handler.starts == starts
 
 
 def test_what_is_cut_short_again_and_again_is_named(start: Start, tmp_path: Path) -> None:
@@ -87,16 +83,12 @@ def test_what_is_cut_short_again_and_again_is_named(start: Start, tmp_path: Path
     assert len(handler.starts) > 1
 
 
-def test_a_file_with_another_hash_is_damaged(start: Start, tmp_path: Path) -> None:
-    handler = type("Handler", (Whole,), {"starts": []})
+def test_damaged_file_and_one_that_nobody_waits_for_are_named(start: Start, tmp_path: Path) -> None:
+    url = start(type("Handler", (Whole,), {"starts": []}))
     with pytest.raises(StorageError, match=rf"^/model/m is damaged: its sha256 is {SHA256}, must be abc$"):
-        copied(start(handler), tmp_path / "m", sha256="abc")
-
-
-def test_a_file_that_nobody_waits_for_any_more(start: Start, tmp_path: Path) -> None:
-    handler = type("Handler", (Whole,), {"starts": []})
+        copied(url, tmp_path / "m", sha256="abc")
     with pytest.raises(AwayError, match="nobody waits for it any more"):
-        copied(start(handler), tmp_path / "m", stop=True, patience_s=60.0)
+        copied(url, tmp_path / "m", stop=True, patience_s=60.0)
 
 
 def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
@@ -106,17 +98,14 @@ def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_that_the_head_node_has_not_and_a_token_that_it_refuses(head_node: HeadNode, tmp_path: Path) -> None:
     head = head_node.head()
+    (head_node.model / "merges.txt").touch()
+    empty = hashlib.sha256().hexdigest()
+    assert fetch(head, "/model/merges.txt", tmp_path / "m", empty, stopped=bool, patience_s=1.0) == 0
     with pytest.raises(StorageError, match=r"/model/other: 404: the model has no such file$"):
         fetch(head, "/model/other", tmp_path / "m", SHA256, stopped=lambda: False, patience_s=60.0)
     stranger = Head(head.url, "another")
     with pytest.raises(ConfigError, match=r"^--token-file: http://.* refuses this token"):
         fetch(stranger, "/model/config.json", tmp_path / "m", SHA256, stopped=lambda: False, patience_s=60.0)
-
-
-def test_an_empty_file(head_node: HeadNode, tmp_path: Path) -> None:
-    (head_node.model / "merges.txt").touch()
-    empty = hashlib.sha256().hexdigest()
-    assert fetch(head_node.head(), "/model/merges.txt", tmp_path / "m", empty, stopped=bool, patience_s=1.0) == 0
 
 
 def test_a_head_node_that_has_moved_is_found_by_its_file(head_node: HeadNode, tmp_path: Path) -> None:

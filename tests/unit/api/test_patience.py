@@ -25,16 +25,10 @@ def test_a_loop_that_always_runs_waits_as_long_as_it_says() -> None:
     assert run_virtual(waited(10.0)) == pytest.approx(10.0)
 
 
-def test_without_a_limit_it_waits() -> None:
+def test_wait_without_a_limit_goes_on_and_a_cancelled_one_is_cancelled() -> None:
     async def main() -> None:
         async with patience(None):
             await asyncio.sleep(1e6)
-
-    run_virtual(main())
-
-
-def test_a_cancelled_wait_is_cancelled() -> None:
-    async def main() -> None:
         task = asyncio.create_task(waited(10.0))
         await asyncio.sleep(3.0)
         task.cancel()
@@ -44,16 +38,16 @@ def test_a_cancelled_wait_is_cancelled() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("before_s", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("before_s", [0.0, 0.15])
 async def test_what_came_while_the_loop_was_blocked_is_read(before_s: float) -> None:
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours), contextlib.closing(theirs):
         ours.setblocking(False)
         theirs.setblocking(False)
         loop = asyncio.get_running_loop()
-        async with patience(1.0):
+        async with patience(0.2):
             receiving = asyncio.ensure_future(loop.sock_recv(ours, 1))
             await asyncio.sleep(before_s)
             theirs.send(b"x")
-            time.sleep(2.0)  # noqa: ASYNC251 - the loop stands still
+            time.sleep(0.4)  # noqa: ASYNC251 - the loop stands still
             assert await receiving == b"x"

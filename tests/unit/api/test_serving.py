@@ -62,16 +62,14 @@ async def test_half_a_header_closes_the_connection(port: int, sent: bytes) -> No
     assert await answer(port, sent) == b""
 
 
-async def test_half_a_header_closes_a_connection_that_had_a_request(port: int) -> None:
-    found = await answer(port, head(5) + b"whole", head(5)[:30])
-    assert found.endswith(b"\r\n\r\nwhole")
-    assert found.count(b"HTTP/1.1") == 1
-
-
-async def test_body_that_stands_still_is_refused(port: int) -> None:
+async def test_connection_that_stands_still_is_closed(port: int) -> None:
+    """In the body of a request, and in the header of one that follows."""
     found = await answer(port, head(5) + b"ha")
     assert found.startswith(b"HTTP/1.1 408 ")
     assert found.endswith(b"body: less than 1024 bytes came in 0.5 s")
+    found = await answer(port, head(5) + b"whole", head(5)[:30])
+    assert found.endswith(b"\r\n\r\nwhole")
+    assert found.count(b"HTTP/1.1") == 1
 
 
 async def test_slow_upload_that_goes_on_is_received() -> None:

@@ -105,31 +105,22 @@ def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
     assert seed(0, 4, 5) == seed(0, 10, 11) == seed(0, 4, 5, request_id="other")
 
 
-@pytest.mark.parametrize("stop", REQUEST.stop_token_ids)
-def test_a_completion_that_was_interrupted_after_its_stop_token_is_finished(stop):
-    transcript = begun(([4, stop], "abort"), ([4], "abort"))
+@pytest.mark.parametrize(
+    ("whole", "reason"), [([4, 1], "stop"), ([4, 2], "stop"), ([4] * 6, "length"), ([4] * 5 + [STOP], "stop")]
+)
+def test_completion_that_was_interrupted_after_its_stop_token_or_at_its_limit_is_finished(whole, reason):
+    transcript = begun((whole, "abort"), (whole[:-1], "abort"))
     assert transcript.unfinished() == [1]
-    take(transcript, [1], body(([stop], "abort")))
+    take(transcript, [1], body((whole[-1:], "abort")))
     assert transcript.unfinished() == []
-    assert joined(transcript) == [([4, stop], "stop"), ([4, stop], "stop")]
-
-
-def test_a_completion_that_was_interrupted_at_its_limit_is_finished():
-    transcript = begun(([4] * 6, "abort"), ([4] * 5, "abort"))
-    assert transcript.unfinished() == [1]
-    take(transcript, [1], body(([5], "abort")))
-    assert transcript.unfinished() == []
-    assert joined(transcript) == [([4] * 6, "length"), ([4] * 5 + [5], "length")]
-
-
-def test_a_stop_token_at_the_limit_is_a_stop():
-    assert joined(begun(([4] * 5 + [STOP], "abort"))) == [([4] * 5 + [STOP], "stop")]
+    assert joined(transcript) == [(whole, reason)] * 2
 
 
 @pytest.mark.parametrize(
     ("first", "said"),
     [
         (body(([4], "abort")), "1 completions where 2 were requested"),
+        (body(([4], "stop")), "1 completions where 2 were requested"),
         (body(*[([4], "abort")] * 3), "3 completions where 2 were requested"),
         (b"an abort, but not JSON", "not a response of /inference/v1/generate: .*JSON"),
         (b'{"abort": []}', "not a response of /inference/v1/generate: .*choices"),
@@ -175,19 +166,6 @@ def test_what_was_refused_halfway_leaves_nothing_behind():
     assert transcript.take_refused() == Tally()
 
 
-def test_a_complete_body_with_too_few_completions_is_refused():
-    transcript = Transcript(REQUEST)
-    with pytest.raises(GenerationError, match="1 completions where 2 were requested"):
-        take(transcript, [0, 1], body(([4], "stop")))
-    assert transcript.sampled() == Tally(tokens=1, unread=6)
-
-
-def test_tokens_are_counted_whatever_has_become_of_the_completions():
-    assert Transcript(REQUEST).sampled() == Tally()
-    assert begun(([4, 5], "abort"), ([], "abort")).sampled() == Tally(tokens=2)
-    assert begun(([4, 5], "length"), ([6, STOP], "stop")).sampled() == Tally(tokens=4)
-
-
 def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
     transcript = Transcript(REQUEST)
     with pytest.raises(GenerationError):
@@ -202,8 +180,10 @@ def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
     assert transcript.sampled() == Tally(tokens=4)
 
 
-def test_what_is_discarded_is_counted_and_requested_again():
+def test_discarded_completions_are_counted_and_requested_again():
+    assert Transcript(REQUEST).sampled() == Tally()
     transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
+    assert transcript.sampled() == Tally(tokens=4)
     take(transcript, [0], body(([7], "length")))
     transcript.discard()
     assert transcript.unfinished() == [0, 1]

@@ -26,8 +26,3 @@ def test_steps_in_process_are_counted_and_memory_is_looked_at_twice() -> None:
 def test_an_update_interrupts_all_that_run_and_they_run_again() -> None:
     found = asyncio.run(controller.update(64))
     assert 0 < found["worst_loop_stall_ms"] < 1000 * found["update_8192_s"]
-
-
-@pytest.mark.nightly
-def test_all_ranks_get_the_batch() -> None:
-    assert asyncio.run(controller.to_ranks(64, 5))["batch_mb"] > 0

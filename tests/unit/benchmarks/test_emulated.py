@@ -9,8 +9,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
-from benchmarks._sensitivity import Steps
-from benchmarks.emulated import PAPER, Measured, _config, first_end, measure, parse, prediction, report, table
+from benchmarks.emulated import Measured, first_end, measure, report
 
 LENGTH = 1024  # real tokens of every completion
 
@@ -40,35 +39,6 @@ def run(tokens_per_s: float, *, step_s: float = 100.0, steps: int = 5) -> Measur
         server_cpu=0.04,
         controller_cpu=0.05,
     )
-
-
-def test_the_papers_rows_are_hours_over_steps() -> None:
-    steps = {model: (round(row.step_s("sync")), round(row.step_s("async"))) for model, row in PAPER.items()}
-    assert steps == {"1.5b": (590, 213), "7b": (831, 366), "14b": (2196, 986), "32b": (3066, 1866)}
-    assert [round(row.ratio, 2) for row in PAPER.values()] == [2.77, 2.27, 2.23, 1.64]
-
-
-def test_overrides_may_stand_anywhere() -> None:
-    arguments = parse(["emulation.speed=50", "--models", "7b,32b", "emulation.switch_s=2"])
-    assert arguments.overrides == ["emulation.speed=50", "emulation.switch_s=2"]
-    assert (arguments.models, arguments.pairs) == (["7b", "32b"], 2)
-
-
-@pytest.mark.parametrize("model", PAPER)
-def test_half_of_the_devices_generate_in_synchronous_mode_and_three_quarters_in_asynchronous(model: str) -> None:
-    sync, asynchronous = _config(model, "sync", 1, []), _config(model, "async", 1, [])
-    assert (sync.generation_servers, sync.training_ranks, sync.takes_turns) == (2, 2, False)
-    assert sync.rollout.batch_size <= 2 * sync.generation.slots  # a batch is decoded at once
-    assert (asynchronous.generation_servers, asynchronous.training_ranks) == (3, 1)
-    assert 3 * asynchronous.generation.slots == pytest.approx(asynchronous.rollout.batch_size, abs=3)  # and in flight
-
-
-def test_a_slice_has_its_share_of_the_papers_batch() -> None:
-    nodes = {"1.5b": 16, "7b": 24, "14b": 32, "32b": 48}
-    for model, count in nodes.items():
-        config = _config(model, "async", 1, [])
-        share = config.launch.devices * config.emulation.tensor_parallel / (8 * count)
-        assert config.rollout.batch_size == pytest.approx(8192 * share, rel=0.035)  # whole groups
 
 
 @pytest.mark.parametrize(
@@ -115,19 +85,3 @@ def test_a_report_holds_measurements_beside_the_paper() -> None:
         "async": {"measured": 205, "paper": 213, "steps": [9, 8]},
     }
     assert found["runs"]["1.5b"][0]["async"]["tokens_per_s"] == 270.0
-
-
-def test_a_study_is_a_line_of_ratios_for_every_variation() -> None:
-    def steps(sync_s: float) -> dict[str, Steps]:
-        return {"1.5b": Steps(overhead_s=0.0132, sync_s=sync_s, async_s=200.0)}
-
-    found = {"as configured": steps(554.0), "other": steps(1108.4)}
-    assert table(found) == [
-        "by the time model  overhead, ms  1.5b",
-        "as configured      13.2          2.77 (-0%)",
-        "other              13.2          5.54 (+100%)",
-    ]
-    assert prediction(found) == {
-        "predicted_step_s": {"1.5b": {"sync": 554, "async": 200}},
-        "sensitivity": {"as configured": [2.77], "other": [5.54]},
-    }

@@ -10,17 +10,13 @@ import pytest
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
 from benchmarks.interruption import (
-    SETTINGS,
     Measured,
-    main,
     measure,
     report,
-    server_report,
     table,
-    trials,
     window,
 )
-from flows.comparison.design import Trial, differences
+from flows.comparison.design import Trial
 from flows.comparison.trials import TrialResult
 from tests.support.comparison import made_up
 
@@ -60,33 +56,6 @@ def emulated(interruption: str, **emulation: Any) -> RunConfig:
             "emulation": {"length_sigma": 0.8, "length_median": 1024.0} | emulation,
         }
     )
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_arms_of_a_setting_differ_in_the_interruption_alone(name: str) -> None:
-    planned = trials(name, [1, 2], [])
-    for seed in (1, 2):
-        reference, *others = sorted((t for t in planned if t.seed == seed), key=lambda trial: trial.arm != "wait")
-        assert reference.config.interruption == "wait"
-        for other in others:
-            assert list(differences(other.config, reference.config)) == [("generation.interruption", other.arm, "wait")]
-    assert planned[0].arm != planned[len(planned) // 2].arm  # who goes first changes from seed to seed
-
-
-def test_four_nodes_have_the_papers_batch() -> None:
-    for name in ("emulated-1.5b-4-nodes", "emulated-7b-4-nodes"):
-        config = trials(name, [1], [])[0].config
-        replicas = 32 / config.emulation.tensor_parallel
-        assert config.rollout.batch_size * replicas / config.launch.devices == 8192
-        whole = trials(name.removesuffix("-4-nodes"), [1], [])[0].config
-        shares = [each.generation.slots / each.rollout.batch_size for each in (config, whole)]
-        assert shares[0] == pytest.approx(shares[1], rel=0.01)  # slots are whole
-
-
-def test_what_makes_an_arm_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["interruption", "generation.interruption=keep"])
-    with pytest.raises(SystemExit, match=r"^areal: error: generation.interruption: this benchmark sets it"):
-        main()
 
 
 def test_a_run_counts_from_its_third_until_nothing_is_admitted() -> None:
@@ -147,9 +116,3 @@ def test_a_report_holds_ratios_seed_by_seed() -> None:
     lines = table(runs)
     assert len(lines) == 7
     assert lines[2].split()[:4] == ["long-tail", "recompute", "1.200", "1.100-1.300"]
-
-
-def test_the_lone_server_is_compared_round_by_round():
-    found = server_report({"wait": [100.0, 200.0, 50.0], "recompute": [150.0, 220.0, 50.0]})
-    assert found["server_wait"] == {"over_waiting": 1.0, "range": [1.0, 1.0], "tokens_per_s": 100}
-    assert found["server_recompute"] == {"over_waiting": 1.1, "range": [1.0, 1.5], "tokens_per_s": 150}

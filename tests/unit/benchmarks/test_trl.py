@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.procedural import entry, procedural_share
-from areal_core.environments.verifiers import exact_match
 from areal_core.types import Prompt
-from benchmarks.peers.verifiers import arithmetic, needle
-from benchmarks.trl import CASES, Case, Measurement, grpo_arguments, ranks_of_trl, speedups
+from benchmarks.peers.verifiers import needle
+from benchmarks.trl import CASES, Case, Measurement, grpo_arguments, speedups
 from flows.compose import compose
 
 
@@ -57,57 +55,32 @@ def test_no_speedup_to_a_score_that_one_of_them_missed(slow: str) -> None:
     assert found["speedup_per_step"] is not None
 
 
-def test_no_speedup_to_a_score_where_none_is_to_be_reached() -> None:
-    found = speedups({1: {"areal": measurement(1.0), "trl": measurement(3.0)}}, None)
-    assert (found["speedup_per_step"], found["speedup_to_score"]) == (3.0, None)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_trl_makes_as_many_updates_of_as_many_completions(case: Case, ranks: int) -> None:
+def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
     config: RunConfig = compose(case.experiment, [f"training.steps={case.steps}"])
-    told = grpo_arguments(config, ranks, Path("output"))
-    a_minibatch = told["per_device_train_batch_size"] * told["gradient_accumulation_steps"] * ranks
+    told = grpo_arguments(config, 2, Path("output"))
+    a_minibatch = told["per_device_train_batch_size"] * told["gradient_accumulation_steps"] * 2
     assert a_minibatch * config.training.minibatches == config.rollout.batch_size
     assert a_minibatch % told["num_generations"] == 0
     assert told["max_steps"] == case.steps * config.training.minibatches
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [(None, [[4], [6]]), (1, [[4, 6]])])
-def test_all_cores_are_divided_among_the_ranks_of_trl(ranks: int | None, expected: Sequence[Sequence[int]]) -> None:
-    case = Case(experiment="", steps=1, score=None, verifier="", gold=str, ranks=ranks)
-    assert ranks_of_trl([4, 6], case) == expected
 
 
 def prompt(answer: str) -> Prompt:
     return Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer)
 
 
-@pytest.mark.parametrize("completion", ["1-1=0;0-7=3#3", "#3", "#4", "3", "", "1#3#", "4#3 "])
-def test_trl_is_judged_as_this_system_is_in_arithmetic(completion: str) -> None:
-    assert arithmetic(completion, "3") == exact_match(prompt("3"), completion)
-
-
 @pytest.mark.parametrize(
     "completion",
     [
         "{gold}",
-        " {gold}.\n",
-        "'{gold}'",
-        "{GOLD}",
-        "{gold} likes it.",
+        "'{GOLD}'.\n",
         "It is {gold}, who likes it",
         "I think\n{gold}",
-        "{gold}\nbut I am not sure",
-        "<answer>{gold}</answer> or not",
-        "<answer>nobody</answer> or <answer>the\n{gold}</answer>",
-        "<answer>{gold}",
+        "<answer>the\n{gold}</answer>",
         "nobody",
-        "",
-        " \n.",
     ],
 )
-def test_trl_is_judged_as_this_system_is_in_the_needle_task(completion: str) -> None:
+def test_trl_needle_reward_equals_procedural_share(completion: str) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
     told = {"dataset": "needle_haystack", "options": "", "seed": 1, "draw": 0}
     gold = entry("needle_haystack", "", 1, 0)["answer"]

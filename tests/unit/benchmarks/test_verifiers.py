@@ -1,9 +1,5 @@
-import json
 import random
 
-import pytest
-
-from areal_core.errors import ConfigError
 from benchmarks import verifiers as benchmark
 
 GOLDS = {"one": ["1,234", "-0.75", r"\frac{3}{4}", "3/4", r"3\sqrt{2}", "(1,2)"], "two": ["9"]}
@@ -38,14 +34,3 @@ def test_shares_are_of_what_was_judged(capsys):
     assert judged.count["one"] > 10
     assert judged.cpu_s["one"] > 0
     assert capsys.readouterr().err == ""
-
-
-def test_data_is_read_by_benchmark(tmp_path):
-    with pytest.raises(ConfigError, match=r"^--data: .*gsm8k-test\.jsonl is not there$"):
-        benchmark.gold_answers(tmp_path)
-    rows = {"answer": "so\n#### 1,234", "solution": r"thus \boxed{x}"}
-    for file, _ in benchmark.FILES.values():
-        (tmp_path / file).write_text(json.dumps(rows) + "\n")
-    found = benchmark.gold_answers(tmp_path)
-    assert (found["gsm8k"], found["minerva"]) == (["1,234"], ["x"])
-    assert len(found["own"]) > 50

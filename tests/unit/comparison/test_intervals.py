@@ -1,7 +1,7 @@
 """Intervals have the coverage that they claim, ratios are paired by seed, and verdicts hold at the edges."""
 
 import random
-import statistics
+from collections.abc import Callable
 
 import pytest
 
@@ -36,21 +36,20 @@ def test_narrowest_interval_that_covers_enough_else_the_whole_range(n: int, cove
     assert interval.coverage == pytest.approx(coverage, abs=1e-12)
 
 
-@pytest.mark.parametrize(("n", "coverage"), [(3, 0.75), (6, 0.96875), (10, 0.978515625)])
-def test_coverage_is_that_of_samples_from_a_skewed_distribution(n: int, coverage: float) -> None:
-    rng = random.Random(n)
-    true_median, samples = 2.0**0.5, 4000  # of 1 / sqrt(U), whose mean is 2
-    held = sum(
-        interval.low <= true_median <= interval.high
-        for interval in (median_interval([rng.random() ** -0.5 for _ in range(n)]) for _ in range(samples))
-    )
-    assert held / samples == pytest.approx(coverage, abs=4 * (coverage * (1 - coverage) / samples) ** 0.5)
-
-
-@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
-def test_nothing_and_what_is_not_finite_has_no_median(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        median_interval(values)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: median_interval([]), "finite"),
+        (lambda: median_interval([1.0, float("nan")]), "finite"),
+        (lambda: median_interval([float("inf")]), "finite"),
+        (lambda: paired_ratio({1: 1.0}, {2: 1.0}), "no seed"),
+        (lambda: paired_difference({1: 1.0}, {2: 1.0}), "no seed"),
+        (lambda: paired_ratio({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.0}), "seed 2 is 0"),
+    ],
+)
+def test_values_without_an_interval_are_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
@@ -59,25 +58,12 @@ def test_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
     interval = paired_ratio(values, reference)
     assert (interval.median, interval.low, interval.high, interval.n) == (1.5, 1.1, 2.0, 3)
     assert interval.coverage == 0.75
-    faster_once = {**values, 1: 40.0}
-    assert statistics.median(faster_once.values()) / statistics.median(reference.values()) == 2.0
-    assert paired_ratio(faster_once, reference).median == 1.5
+    assert paired_ratio({**values, 1: 40.0}, reference).median == 1.5  # the ratio of medians is 2
 
 
 def test_seeds_without_a_partner_are_left_out_and_counted() -> None:
     interval = paired_difference({1: 5.0, 2: 7.0, 4: 1000.0}, {1: 4.0, 2: 4.0, 3: -1000.0})
     assert (interval.median, interval.low, interval.high, interval.n, interval.coverage) == (2.0, 1.0, 3.0, 2, 0.5)
-
-
-@pytest.mark.parametrize("compare", [paired_ratio, paired_difference])
-def test_no_common_seed_is_an_error(compare) -> None:
-    with pytest.raises(ValueError, match="no seed"):
-        compare({1: 1.0}, {2: 1.0})
-
-
-def test_no_ratio_to_zero() -> None:
-    with pytest.raises(ValueError, match="seed 2 is 0"):
-        paired_ratio({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.0})
 
 
 @pytest.mark.parametrize(
@@ -93,8 +79,5 @@ def test_no_ratio_to_zero() -> None:
 def test_no_difference_where_the_neutral_value_lies_inside_or_on_the_edge(
     low: float, high: float, neutral: float, expected: str
 ) -> None:
+    assert verdict(median_interval([2.0]), 1.0) == "no difference"  # one value says nothing
     assert verdict(Interval(median=(low + high) / 2, low=low, high=high, coverage=0.75, n=3), neutral) == expected
-
-
-def test_one_value_says_nothing() -> None:
-    assert verdict(median_interval([2.0]), 1.0) == "no difference"

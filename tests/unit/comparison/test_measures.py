@@ -49,13 +49,9 @@ def test_time_to_score_is_that_of_the_first_version_that_reached_it() -> None:
         heldout__accuracy=[(0, 0.1), (1, 0.6), (2, 0.9), (3, 0.7)],
     )
     assert [time_to_score(result, target) for target in (0.05, 0.6, 0.7, 0.95)] == [0.0, 2.0, 3.0, None]
-
-
-def test_a_stop_score_is_timed_by_the_run_itself() -> None:
-    trial = _trial(config=load({"stop": {"score": 0.8}}))
+    trial = _trial(config=load({"stop": {"score": 0.8}}))  # which the run times itself
     timed = _result(trial, known={"time_to_score_s": 1.5}, time__elapsed_s=[(1, 2.0)], heldout__accuracy=[(1, 0.9)])
-    assert time_to_score(timed, 0.8) == 1.5
-    assert common_target([timed]) == 0.8
+    assert (time_to_score(timed, 0.8), common_target([timed])) == (1.5, 0.8)
 
 
 def test_target_is_the_highest_that_every_trial_reached_by_training() -> None:
@@ -75,7 +71,10 @@ def test_values_are_those_of_successful_trials_that_have_one() -> None:
     assert values_by_seed(rows["trainer waits"], results, "sync") == {1: pytest.approx(30.0)}
 
 
-def test_emulated_runs_have_no_scores_and_the_time_of_their_cluster() -> None:
+def test_emulated_and_unscored_runs_have_no_scores() -> None:
+    unscored = load({"evaluation": {"enabled": False}})
+    shown = {row.name for row in measures([made_up(_trial(config=unscored))])}
+    assert not {"time to score 0.75", "final score"} & shown
     emulated = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}, "emulation": {"speed": 50.0}}
     result = made_up(_trial(config=load(emulated)))
     rows = {row.name: row for row in measures([result])}
@@ -83,11 +82,6 @@ def test_emulated_runs_have_no_scores_and_the_time_of_their_cluster() -> None:
     assert rows["effective tokens/s"].label == "effective tokens/s, emulated"
     assert rows["wall time"].label == "wall time, emulated s"
     assert values_by_seed(rows["wall time"], [result], "sync") == {1: 50.0 * 25}
-
-
-def test_runs_that_nobody_scores_have_no_scores() -> None:
-    config = load({"evaluation": {"enabled": False}})
-    assert not {"time to score 0.75", "final score"} & {row.name for row in measures([made_up(_trial(config=config))])}
 
 
 def test_nothing_is_compared_with_an_arm_that_did_not_reach_it() -> None:

@@ -37,19 +37,23 @@ def _sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def test_parent_is_opened_once_and_found_again(tmp_path: Path) -> None:
+def test_parent_is_opened_once_and_found_again_with_what_was_added(tmp_path: Path) -> None:
     parent = _open(tmp_path)
     assert parent is not None
+    assert parent.places([]) == {"MLflow": parent.uri}  # a database has no pages
     parent.add({"comparison/async-1.wall_time.ratio": 0.5}, 4, [_remembered(tmp_path)])
     parent.end("KILLED")
-    assert _open(tmp_path) == parent
+    assert _open(tmp_path, seeds=[1, 2, 3]) == parent
 
     client = MlflowClient(parent.uri)
     run = client.get_run(parent.run_id)
     assert (run.info.run_name, run.info.status) == ("study", "RUNNING")
-    assert run.data.tags.items() >= {"comparison": "study", "experiment": "cpu-async", "areal.flow_run_id": "f"}.items()
+    tags = {"comparison": "study", "experiment": "cpu-async", "areal.flow_run_id": "f"}
+    assert run.data.tags.items() >= (tags | {"seeds": "1, 2, 3", "arms": "sync, async-1"}).items()
     assert run.data.params["arms.async-1"] == "mode=async rollout.max_staleness=1"
     assert [file.path for file in client.list_artifacts(parent.run_id, "report")] == ["report/tracking.json"]
+    kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
+    assert kept["seeds"] == "1, 2, 3"
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert parent.tags == {"mlflow.parentRunId": parent.run_id}
 
@@ -63,26 +67,9 @@ def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
     assert json.loads(_remembered(tmp_path).read_text())["run_id"] == parent.run_id
 
 
-def test_continued_parent_tells_of_what_was_added(tmp_path: Path) -> None:
-    parent = _open(tmp_path)
-    assert parent is not None
-    assert _open(tmp_path, seeds=[1, 2, 3]) == parent
-    client = MlflowClient(parent.uri)
-    tags = client.get_run(parent.run_id).data.tags
-    assert (tags["seeds"], tags["arms"]) == ("1, 2, 3", "sync, async-1")
-    kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
-    assert kept["seeds"] == "1, 2, 3"
-
-
 def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
     assert _open(tmp_path, ["tracking=off"]) is None
     assert not _remembered(tmp_path).exists()
-
-
-def test_database_has_no_pages(tmp_path: Path) -> None:
-    parent = _open(tmp_path)
-    assert parent is not None
-    assert parent.places([]) == {"MLflow": parent.uri}
 
 
 _EMULATED = ["generation.engine=emulated", "training.engine=emulated"]

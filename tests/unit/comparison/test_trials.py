@@ -19,7 +19,7 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import MetricRow, RunSummary
 from flows.comparison.design import Trial, plan_trials
-from flows.comparison.trials import load_result, run_trial
+from flows.comparison.trials import TrialResult, load_result, run_trial
 from tests.support.comparison import made_up
 
 _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
@@ -88,22 +88,16 @@ def test_run_that_can_not_start_is_a_failed_trial(tmp_path: Path) -> None:
     assert (result.curves, result.ran) == ({}, None)
 
 
-def test_run_without_a_summary_has_failed(tmp_path: Path) -> None:
-    assert load_result(_trials(tmp_path)[0]).failure == "the run has not ended: it left no summary"
-    assert not run_folder(_trials(tmp_path)[0].config, "t.sync.s1").root.exists()  # a look leaves nothing behind
-
-
 def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
-    made, planned = (
-        _trials(tmp_path)[0],
-        plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "stop.minutes=3"]),
-    )
+    [made, *_] = _trials(tmp_path)
+    assert load_result(made).failure == "the run has not ended: it left no summary"
+    assert not run_folder(made.config, "t.sync.s1").root.exists()  # a look leaves nothing behind
     run_trial(made, log=print, execute=Runs([made]))
-    assert load_result(planned[0]).failure == (
-        "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
-    )
-    assert load_result(planned[0]).summary is None
-    moved = plan_trials(
-        "t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "storage.url=/elsewhere", "tracking=off"]
-    )
-    assert load_result(moved[0]).summary is not None
+
+    def found(*overrides: str) -> TrialResult:
+        return load_result(plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", *overrides])[0])
+
+    other = found("stop.minutes=3")
+    assert other.failure == "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
+    assert other.summary is None
+    assert found("storage.url=/elsewhere", "tracking=off").summary is not None

@@ -51,7 +51,7 @@ def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
     assert all((found[name] == array).all() for name, array in changed.items())
 
 
-def test_an_adapter_is_merged_into_the_base_model(tmp_path: Path) -> None:
+def test_adapter_is_merged_into_the_base_model(tmp_path: Path) -> None:
     base = write_tiny(tmp_path / "base")
     spec = read_spec(base)
     write_tiny(tmp_path / "store" / "final")

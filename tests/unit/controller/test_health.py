@@ -38,15 +38,6 @@ def test_a_mismatch_is_told_once_and_taken_back(health: Health, caplog: pytest.L
     assert caplog.messages == [said, "no longer: mismatch"]
 
 
-def test_a_batch_that_is_too_old(health: Health) -> None:
-    health.look(1, {"staleness/groups_over_bound": GROUPS / 2})
-    assert health.alerts == ()
-    health.look(2, {"staleness/groups_over_bound": GROUPS / 2 + 1})
-    assert [alert.text for alert in health.alerts] == [
-        "62% of the batch is older than rollout.max_staleness, more than 0.5 (health.max_stale_share)"
-    ]
-
-
 def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
     failed = 0
     for step in range(1, 11):  # one in ten steps is nothing
@@ -62,13 +53,28 @@ def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
     assert health.alerts == ()
 
 
-def test_rollouts_without_a_result_are_told(health: Health) -> None:
-    health.look(1, {"outcome/failed": 0.1})
+@pytest.mark.parametrize(
+    ("key", "fine", "found", "said"),
+    [
+        (
+            "staleness/groups_over_bound",
+            GROUPS / 2,
+            GROUPS / 2 + 1,
+            "62% of the batch is older than rollout.max_staleness, more than 0.5 (health.max_stale_share)",
+        ),
+        (
+            "outcome/failed",
+            0.1,
+            0.25,
+            "25% of the batch's rollouts have no result, more than 0.1 (health.max_unscored_share)",
+        ),
+    ],
+)
+def test_share_above_its_bound_raises_an_alert(health: Health, key: str, fine: float, found: float, said: str) -> None:
+    health.look(1, {key: fine})
     assert health.alerts == ()
-    health.look(2, {"outcome/failed": 0.25})
-    assert [alert.text for alert in health.alerts] == [
-        "25% of the batch's rollouts have no result, more than 0.1 (health.max_unscored_share)"
-    ]
+    health.look(2, {key: found})
+    assert [alert.text for alert in health.alerts] == [said]
 
 
 def test_what_had_failed_before_a_restart_is_not_of_late(health: Health) -> None:
@@ -113,11 +119,3 @@ def test_run_that_learns_nothing_names_the_field_to_change(health: Health, key: 
     assert field in alert.text
     health.look(10, {key: 0.5})
     assert kinds(health) == []
-
-
-def test_short_run_that_learns_nothing_says_so() -> None:
-    health = Health(HealthConfig(), groups=GROUPS, steps=2)
-    health.look(1, {"completion/truncated": 1.0})
-    assert kinds(health) == []
-    health.look(2, {"completion/truncated": 1.0})
-    assert kinds(health) == ["idle"]

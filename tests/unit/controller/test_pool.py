@@ -1,7 +1,6 @@
 """The pool of servers, against servers that do as they are told."""
 
 import asyncio
-import contextlib
 
 import aiohttp
 import pytest
@@ -35,6 +34,17 @@ async def pool():
     await pool.close()
 
 
+async def both(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def ask(pool, request_id="r", **changes):
     """The tokens of the completions of a request."""
     return await finish(pool, Transcript(request(request_id, **changes)))
@@ -51,9 +61,7 @@ def tokens(transcript):
 
 async def asked(server, path):
     """Return once a server has been asked for a path."""
-    async with asyncio.timeout(5):
-        while not any(isinstance(call, tuple) and call[0] == path for call in server.calls):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(isinstance(call, tuple) and call[0] == path for call in server.calls))
 
 
 async def begun(server, pool):
@@ -76,8 +84,7 @@ async def interrupt(server):
 )
 @pytest.mark.parametrize("status", [400, 500])
 async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers, pool, path, status):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     servers[0].broken[path] = status
     await pool.load_version(version(1))
     assert (pool.version, pool.room) == (1, 10)
@@ -130,21 +137,24 @@ async def test_a_refused_request_does_not_cost_the_server_its_place(servers, poo
     assert pool.room == 10
 
 
-async def test_requests_wait_for_a_server_and_give_up(servers):
+async def test_requests_wait_for_a_server_and_give_up_or_are_cancelled(servers):
     pool = GenerationPool(completions_per_server=10, patience_s=0.05)
     with pytest.raises(GenerationError, match="no generation server joined"):
         await ask(pool)
     pool = GenerationPool(completions_per_server=10, patience_s=5)
-    call = asyncio.ensure_future(ask(pool))
+    cancelled, call = asyncio.ensure_future(ask(pool)), asyncio.ensure_future(ask(pool))
     await asyncio.sleep(0)
+    cancelled.cancel()
+    async with asyncio.timeout(1):
+        await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
     await pool.join("a", servers[0].url, lambda: None)
     assert await call == [WHOLE]
     await pool.close()
 
 
 async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_over_what_it_has(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     servers[0].release.clear()
     servers[1].release.clear()
     transcript, other = Transcript(request(n=4)), Transcript(request("other"))
@@ -167,15 +177,6 @@ async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_ove
     await another
     assert tokens(other) == [WHOLE]
     assert pool.room == 20
-
-
-async def test_a_request_that_waits_for_a_server_is_cancelled_at_once(pool):
-    call = asyncio.ensure_future(ask(pool))
-    await asyncio.sleep(0)
-    call.cancel()
-    async with asyncio.timeout(1):
-        with pytest.raises(asyncio.CancelledError):
-            await call
 
 
 async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monkeypatch):
@@ -237,22 +238,18 @@ async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tm
 
 
 async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(3))
-    assert servers[0].label == "3"
-    await pool.load_version(version(4))
-    await pool.join("b", servers[1].url, lambda: version(4))
-    assert (servers[1].label, pool.version) == ("4", 4)
-    updates = servers[1].updates()
-    await pool.load_version(version(4))
-    assert servers[1].updates() == updates
-
-
-async def test_version_0_is_sent_only_to_servers_that_have_another(servers, pool):
     servers[1].label = "5"
     await pool.join("a", servers[0].url, lambda: version(0))
+    assert servers[0].updates() == [("/resume", None)]  # it has version 0
     await pool.join("b", servers[1].url, lambda: version(0))
-    assert servers[0].updates() == [("/resume", None)]
     assert servers[1].label == "0"
+    await pool.load_version(version(4))
+    async with FakeServer() as third:
+        await pool.join("c", third.url, lambda: version(4))
+        assert (third.label, pool.version) == ("4", 4)
+        updates = third.updates()
+        await pool.load_version(version(4))
+        assert third.updates() == updates
 
 
 async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
@@ -262,20 +259,8 @@ async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
     assert (pool.room, pool.version) == (0, 1)
 
 
-async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(1))
-    loading = asyncio.ensure_future(pool.load_version(version(2)))
-    while not loading.done():
-        have = sorted((servers[0].label, servers[1].label))
-        assert pool.version <= int(have[0])
-        await asyncio.sleep(0)
-    assert pool.version == 2
-
-
 async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
     await pool.abort_all()
     assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
@@ -284,13 +269,12 @@ async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(serv
     assert pool.room == 10
 
 
-async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
-    servers[0].broken["/health"] = 503
+@pytest.mark.parametrize("status", [404, 503])
+async def test_what_failed_is_lost_until_it_joins_again(servers, pool, status):
+    await both(servers, pool)
+    servers[0].broken["/health"] = status
     await pool.check()
-    assert pool.lost == (servers[0].url,)
-    assert pool.room == 10
+    assert (pool.lost, pool.room) == ((servers[0].url,), 10)
     servers[0].broken["/weight_info"] = 500
     with pytest.raises(ServerLostError):
         await pool.join("a", servers[0].url, lambda: version(0))
@@ -306,8 +290,7 @@ async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
 
 async def test_the_rest_of_interrupted_completions_goes_to_the_servers_with_the_least_to_do(servers, pool):
     servers[0].release.clear()
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     call = asyncio.ensure_future(ask(pool, n=4))
     await servers[0].started("r")
     servers[1].release.clear()
@@ -340,24 +323,13 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
 
 async def test_others_go_on_with_what_a_server_that_leaves_has_sampled(servers, pool):
     servers[0].release.clear()
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     call = asyncio.ensure_future(ask(pool, n=2))
     await servers[0].started("r")
     await pool.leave("a")
     assert await call == [WHOLE] * 2
     assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
     assert (pool.room, pool.lost) == (10, ())
-
-
-async def test_a_server_goes_on_where_the_one_that_it_replaces_has_ended(servers, pool):
-    servers[0].release.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    call = asyncio.ensure_future(ask(pool))
-    await servers[0].started("r")
-    await pool.join("a", servers[1].url, lambda: version(0))
-    assert await call == [WHOLE]
-    assert servers[1].requests.keys() == {"r-0-2"}
 
 
 async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool, monkeypatch):
@@ -373,25 +345,6 @@ async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool
         await pool.leave("a")
     with pytest.raises(ServerLostError, match="taken out while it served r"):
         await call
-
-
-async def test_giving_up_on_a_leaving_server_ends_no_request(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    client = GenerationClient(servers[0].url)
-    await client.pause()
-    call = asyncio.ensure_future(ask(pool))
-    await servers[0].started("r")
-    leaving = asyncio.ensure_future(pool.leave("a"))
-    async with asyncio.timeout(5):
-        while len(servers[0].updates()) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)
-    leaving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await leaving
-    await client._control("POST", "/resume")
-    assert await call == [WHOLE]
-    await client.close()
 
 
 async def test_what_was_sampled_before_a_server_was_lost_is_continued(servers, pool):
@@ -417,9 +370,7 @@ async def test_completions_are_taken_as_they_end_and_free_their_places(servers, 
     servers[0].early["r"] = [1, 2]
     call = asyncio.ensure_future(pool.generate(transcript))
     assert not transcript.sent
-    async with asyncio.timeout(5):
-        while not freed:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: freed)
     assert transcript.sent
     assert (freed, transcript.unfinished()) == ([8], [0, 3])
     assert [index for index, _ in transcript.finished()] == [1, 2]
@@ -446,25 +397,6 @@ async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(serve
     assert (transcript.unfinished(), pool.room, pool.lost) == ([1], 10, ())
 
 
-async def test_completions_that_had_ended_outlive_their_server(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].release.clear()
-    servers[0].early["r"] = [2]
-    transcript = Transcript(request(n=3))
-    call = asyncio.ensure_future(pool.generate(transcript))
-    async with asyncio.timeout(5):
-        while transcript.unfinished() != [0, 1]:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    await servers[0].__aexit__()
-    with pytest.raises(ServerLostError):
-        await call
-    assert transcript.unfinished() == [0, 1]
-    await pool.join("b", servers[1].url, lambda: version(0))
-    assert await finish(pool, transcript) == [WHOLE] * 3
-    assert servers[1].requests.keys() == {"r-0-0", "r-1-0"}
-    assert all(asked["sampling_params"]["n"] == 1 for asked in servers[1].requests.values())
-
-
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
@@ -480,26 +412,8 @@ async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(
     assert [call for call in servers[0].calls if isinstance(call, str)] == ["r", "r-0-2", "r-1-2", "r-0-2"]
 
 
-async def test_the_rest_of_a_completion_that_waits_for_a_server_ends_with_its_request(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].release.clear()
-    transcript, call = await begun(servers[0], pool)
-    leaving = asyncio.ensure_future(pool.leave("a"))  # which hands over what it has; nobody is there to go on
-    async with asyncio.timeout(5):
-        while not transcript.begun:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    await leaving
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await pool.join("b", servers[1].url, lambda: version(0))
-    await asyncio.sleep(0.05)
-    assert (servers[1].requests, transcript.unfinished()) == ({}, [0, 1])
-
-
 async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
-    for server, name in zip(servers, "ab", strict=True):
-        await pool.join(name, server.url, lambda: version(0))
+    await both(servers, pool)
     servers[0].release.clear()
     transcript, call = await begun(servers[0], pool)
     await pool.abort_all()
@@ -516,14 +430,6 @@ async def test_a_server_with_other_routes_does_not_join(pool):
     assert (pool.room, pool.lost) == (0, ())
 
 
-async def test_a_server_that_left_may_come_back(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    await pool.leave("a")
-    await pool.join("a", servers[0].url, lambda: version(0))
-    async with asyncio.timeout(5):
-        assert await ask(pool) == [WHOLE]
-
-
 async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(3))
     asked = len(servers[0].calls)
@@ -535,14 +441,6 @@ async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
     servers[0].label = "0"  # another one was started in its place
     await pool.join("a", servers[0].url, lambda: version(3))
     assert servers[0].label == "3"
-
-
-async def test_a_server_that_has_become_something_else_is_taken_out(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
-    servers[0].broken["/health"] = 404
-    await pool.check()
-    assert pool.lost == (servers[0].url,)
 
 
 async def test_servers_sleep_until_they_are_woken(servers, pool):
@@ -590,27 +488,6 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
     ]
 
 
-@pytest.mark.parametrize("path", ["/update_weights", "/load"])
-async def test_a_server_that_hangs_once_more_as_it_joins_holds_up_nobody(servers, pool, path):
-    newest = version(1)
-    await pool.join("a", servers[0].url, lambda: newest)
-    servers[1].hanging.add("/finish_weight_update")
-    joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: newest))
-    await asked(servers[1], "/finish_weight_update")
-    newest = version(2)
-    await pool.load_version(newest)
-    servers[1].calls.clear()
-    servers[1].hanging = {path}
-    await asked(servers[1], path)
-    newest = version(3)
-    async with asyncio.timeout(3):  # less than the pool's patience
-        await pool.load_version(newest)
-    assert (pool.version, pool.room, servers[0].label) == (3, 10, "3")
-    servers[1].hanging.clear()
-    await joining
-    assert (pool.version, pool.room, servers[1].label) == (3, 20, "3")
-
-
 async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(servers, pool, monkeypatch):
     monkeypatch.setattr(module, "_LOADS_ALONE", 0)
     monkeypatch.setattr(module, "_LOAD_S", 0.05)
@@ -619,32 +496,6 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
         await pool.join("b", servers[1].url, lambda: version(1))
     assert [server.loading for server in pool.registry.servers] == [None]
     assert not pool.registry.exclusive.locked()
-
-
-async def test_an_update_takes_out_a_server_that_hangs_and_only_that_one(servers):
-    pool = GenerationPool(completions_per_server=10, patience_s=0.5)
-    for name, server in zip("ab", servers, strict=False):
-        await pool.join(name, server.url, lambda: version(0))
-    servers[1].hanging.add("/update_weights")
-    await pool.load_version(version(1))
-    assert (pool.version, pool.room, pool.lost) == (1, 10, (servers[1].url,))
-    assert not pool.registry.exclusive.locked()
-    await pool.close()
-
-
-async def test_versions_never_go_back_for_a_server_that_joined_while_an_older_one_was_on_its_way(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    async with pool.registry.exclusive:
-        late = asyncio.ensure_future(pool.load_version(version(1)))
-        await asyncio.sleep(0)
-        joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: version(2)))
-        await asyncio.sleep(0.01)
-    await asyncio.gather(late, joining)
-    await pool.load_version(version(2))
-    assert [server.loaded for server in pool.registry.at_work] == [version(2)] * 2
-    for server in servers:
-        labels = [body["weight_version"] for path, body in server.updates() if path == "/finish_weight_update"]
-        assert labels == sorted(labels)
 
 
 async def test_a_second_call_waits_for_the_join_that_is_under_way(servers, pool):
@@ -659,27 +510,17 @@ async def test_a_second_call_waits_for_the_join_that_is_under_way(servers, pool)
     assert (pool.room, servers[0].calls.count(("/version", None))) == (10, 1)
 
 
-async def test_another_server_of_the_name_takes_the_place_of_one_that_has_not_joined(servers, pool):
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_its_name(servers, pool, leaves):
     servers[0].hanging.add("/update_weights")
     first = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
     await asked(servers[0], "/update_weights")
     async with asyncio.timeout(5):
-        await pool.join("a", servers[1].url, lambda: version(1))
+        await (pool.leave("a") if leaves else pool.join("a", servers[1].url, lambda: version(1)))
         with pytest.raises(ServerLostError, match=f"a at {servers[0].url} was taken out before it had joined"):
             await first
-    assert [(one.url, one.incarnation) for one in pool.registry.servers] == [(servers[1].url, 2)]
-    assert pool.lost == ()
-
-
-async def test_a_server_leaves_before_it_has_joined(servers, pool):
-    servers[0].hanging.add("/update_weights")
-    joining = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
-    await asked(servers[0], "/update_weights")
-    async with asyncio.timeout(5):
-        await pool.leave("a")
-        with pytest.raises(ServerLostError):
-            await joining
-    assert (pool.registry.servers, pool.lost) == ((), ())
+    there = [(one.url, one.incarnation) for one in pool.registry.servers]
+    assert (there, pool.lost) == ([] if leaves else [(servers[1].url, 2)], ())
 
 
 async def test_an_update_goes_on_when_its_caller_is_cancelled(servers, pool):
@@ -692,30 +533,6 @@ async def test_an_update_goes_on_when_its_caller_is_cancelled(servers, pool):
     async with asyncio.timeout(5):
         await pool.registry.until(lambda: pool.version == 1)
     assert (servers[0].label, pool.room) == ("1", 10)
-
-
-async def test_nothing_is_left_of_a_pool_that_is_closed_in_the_middle_of_it_all(servers, pool):
-    running = asyncio.all_tasks()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    for server in servers:
-        server.hanging.add("/update_weights")
-    joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: version(1)))
-    await asked(servers[1], "/update_weights")
-    loading = asyncio.ensure_future(pool.load_version(version(1)))
-    await asked(servers[0], "/update_weights")
-    waiting = asyncio.ensure_future(pool.join("c", servers[1].url, lambda: version(1)))
-    await asyncio.sleep(0)
-    known = pool.registry.servers
-    async with asyncio.timeout(5):
-        await pool.close()
-        await asyncio.wait([loading, joining, waiting])
-    assert {server.state.value for server in known} == {"ended"}
-    assert (pool.registry.servers, pool.registry.exclusive.locked()) == ((), False)
-    for server in servers:
-        server.hanging.clear()
-    async with asyncio.timeout(5):
-        while any("GenerationPool" in repr(task) for task in asyncio.all_tasks() - running):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def waited(event):

@@ -55,21 +55,26 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
     opened.close()
 
 
-def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
-    """A batch of one group with 10 tokens, sampled by `version`, and the version that it makes."""
+def train(ledger: TrajectoryLedger, step: int) -> None:
+    """A batch of one group with 10 tokens, sampled by version 0, and the version that it makes."""
     group = ledger.admit()
     summary = GroupSummary(
         lengths=(7, 3),
         rewards=(1.0, 0.0),
         tokens=10,
-        min_version=version,
-        max_version=version,
+        min_version=0,
+        max_version=0,
         outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
         truncated=(False, True),
     )
-    ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=version)
+    ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", sha256=str(step)))
+
+
+def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
+    train(ledger, step)
+    recorder.published(step, [])
 
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
@@ -151,8 +156,7 @@ def test_a_metric_of_ones_own_that_is_no_number_is_named_and_ends_nothing(
 def test_messages_of_folded_steps_that_come_once_more_change_nothing(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     for step in (1, 2, 3, 4):
-        train(ledger, step)
-        recorder.published(step, [])
+        publish(recorder, ledger, step)
         recorder.staleness(step, {"0": 10})
     ledger.free(4)
     while ledger.fold():
@@ -169,8 +173,7 @@ def test_groups_that_could_not_be_scored_are_counted_by_their_reason(ledger: Tra
     for kind, groups in ((RewardTimeoutError, 2), (RewardWorkerError, 1)):
         for _ in range(groups):
             ledger.drop(ledger.admit().group_id, kind.drop_reason)
-    train(ledger, 1)
-    recorder.published(1, [])
+    publish(recorder, ledger, 1)
     logged = points(tmp_path / "outbox.sqlite")
     assert {key: value for (key, _), value in logged.items() if key.endswith("_groups")} == {
         "rollout/dropped_groups": 3,
@@ -209,8 +212,7 @@ def test_scores_carry_the_publication_time_of_their_version(
     recorder.start_clock()
     for step in (1, 2):
         clock.now += 3.0
-        train(ledger, step)
-        recorder.published(step, [])
+        publish(recorder, ledger, step)
     if restarted:
         recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
         recorder.start_clock()
@@ -221,23 +223,13 @@ def test_scores_carry_the_publication_time_of_their_version(
     assert {(row.step, row.time_s - 1e9 - start) for row in rows} == {(0, 0.0), (1, 3.0), (2, 6.0)}
 
 
-def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: TrajectoryLedger, outbox: Outbox) -> None:
-    Recorder(CONFIG, ledger, outbox, clock=Clock())  # ended before a server took work
-    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
-    recorder.start_clock()
-    recorder.start_clock()
-    recorder.evaluated(evaluation(0, 0.1))
-    assert recorder.summary(run_id="r", ending=ending(0)).starts == 1
-
-
 def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
     before = Recorder(CONFIG, ledger, outbox, clock=clock)
     before.start_clock()
     before.evaluated(evaluation(0, 0.1))
     clock.now += 3.0
-    train(ledger, 1)
-    before.published(1, [])
+    publish(before, ledger, 1)
     before.staleness(1, {"0": 10})
 
     clock.now = 0.0
@@ -246,8 +238,7 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     after.evaluated(evaluation(0, 0.9))  # handed in again: the first one stands
     after.staleness(1, {"0": 10})  # replayed: counted once
     clock.now += 2.0
-    train(ledger, 2)
-    after.published(2, [])
+    publish(after, ledger, 2)
     after.staleness(2, {"0": 5, "2": 5})
     after.evaluated(evaluation(1, 0.85))
     after.evaluated(evaluation(2, 0.7))
@@ -272,8 +263,7 @@ def test_tokens_a_second_are_those_of_the_emulated_cluster(ledger: TrajectoryLed
     recorder = Recorder(config, ledger, outbox, clock=clock)
     recorder.start_clock()
     clock.now += 5.0
-    train(ledger, 1)
-    recorder.published(1, [])
+    publish(recorder, ledger, 1)
     summary = recorder.summary(run_id="r", ending=ending(1))
     assert summary.effective_tokens_per_s == summary.tokens.consumed / 5.0 * 200 / 50
     assert outbox.history()["throughput/effective_tokens_per_s"] == [(1, summary.effective_tokens_per_s)]
@@ -287,8 +277,7 @@ def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: Traj
     recorder.start_clock()
     for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):
         if version:
-            train(ledger, version)
-            recorder.published(version, [])
+            publish(recorder, ledger, version)
             recorder.staleness(version, {"0": 10})
         recorder.evaluated(evaluation(version, accuracy))
     recorder.forget(2)

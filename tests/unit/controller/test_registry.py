@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from areal_core.controller.registry import ServerRegistry, ServerState
-from areal_core.errors import GenerationError, ServerLostError
+from areal_core.errors import GenerationError
 from tests.support.servers import version
 
 PICTURE = """
@@ -97,16 +97,6 @@ def test_the_version_is_the_lowest_of_those_at_work(registry):
     assert registry.version == 5
 
 
-async def test_waiting_ends_with_the_transition_that_is_waited_for(registry):
-    waits = [asyncio.ensure_future(registry.until(lambda: registry.at_work)) for _ in range(2)]
-    server = brought(registry, "joining")
-    await asyncio.sleep(0.01)
-    assert not any(wait.done() for wait in waits)
-    registry.apply(server, "serve")
-    async with asyncio.timeout(2):
-        await asyncio.gather(*waits)
-
-
 async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_raised(registry):
     servers = [brought(registry, "serving", name) for name in "abc"]
 
@@ -177,19 +167,3 @@ async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(reg
         await registry.update(version(1), call)
     assert server.state.value == "lost"
     assert await free(registry)
-
-
-async def test_a_server_that_fails_or_refuses_while_it_loads_has_not_loaded(registry):
-    names = ("a", "b", "c")
-    failed, refusing, well = (brought(registry, "serving", name) for name in names)
-    registry.target = version(1)
-
-    async def call(server):
-        if server is failed:
-            registry.apply(server, "fail", "a request of it failed")
-        if server is refusing:
-            raise ServerLostError("no")
-
-    await registry.update(version(1), call)
-    assert [server.state.value for server in (failed, refusing, well)] == ["lost", "lost", "serving"]
-    assert [server.loaded for server in (failed, refusing, well)] == [None, None, version(1)]

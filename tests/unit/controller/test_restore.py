@@ -36,28 +36,18 @@ def damage(folder: Path, version: int) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def loadable(ledger: TrajectoryLedger) -> list[int]:
-    return [number for number in range(1, 6) if ledger.versions.get(number) is not None]
-
-
-def test_whole_versions_stay_what_they_are(ledger: TrajectoryLedger) -> None:
+@pytest.mark.parametrize(("damaged", "released"), [((), ()), ((2, 5), ()), ((), (1, 2, 5))])
+def test_damaged_versions_are_known_as_such_and_released_ones_need_not_be_here(
+    ledger: TrajectoryLedger, tmp_path: Path, damaged: tuple[int, ...], released: tuple[int, ...]
+) -> None:
+    """An evaluator would be given a damaged one again and again. The newest must be here."""
+    for number in damaged:
+        damage(tmp_path, number)
+    weights.release(tmp_path / "weights", list(released))
     forget_damaged(ledger)
-    assert loadable(ledger) == [1, 2, 3, 4, 5]
-
-
-def test_a_damaged_version_is_known_as_such_below_a_whole_one_too(ledger: TrajectoryLedger, tmp_path: Path) -> None:
-    """An evaluator would be given it again and again, and it could be kept as the best one."""
-    damage(tmp_path, 2)
-    damage(tmp_path, 5)
-    forget_damaged(ledger)
-    assert loadable(ledger) == [1, 3, 4]
-
-
-def test_the_newest_versions_have_to_be_here_and_released_ones_do_not(ledger: TrajectoryLedger, tmp_path: Path) -> None:
-    weights.release(tmp_path / "weights", [1, 2, 5])
-    forget_damaged(ledger)
-    assert loadable(ledger) == [1, 2, 3, 4]
-    assert ledger.versions.newest() is None
+    gone = {*damaged, *({5} & {*released})}
+    assert [n for n in range(1, 6) if ledger.versions.get(n) is None] == sorted(gone)
+    assert (ledger.versions.newest() is None) == (5 in gone)
 
 
 @pytest.fixture
@@ -112,15 +102,13 @@ def test_a_ledger_that_is_held_or_has_no_room_is_not_a_damaged_one(
     assert run.ledger.exists()
 
 
-def test_a_whole_ledger_before_the_first_checkpoint_stays(run: RunDir) -> None:
-    assert restore(run, Storage.open(run.info().checkpoint_url)) is None
+def test_whole_ledger_before_the_first_checkpoint_stays(run: RunDir) -> None:
+    store = Storage.open(run.info().checkpoint_url)
+    assert restore(run, store) is None
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
         assert ledger.admitted == 400
-
-
-def test_without_ledger_and_checkpoint_there_is_nothing_to_restore(run: RunDir) -> None:
     run.ledger.unlink()
-    assert restore(run, Storage.open(run.info().checkpoint_url)) is None
+    assert restore(run, store) is None
     assert not (run.root / "ledger-1.sqlite").exists()
 
 

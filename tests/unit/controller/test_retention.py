@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, MagicMock, call
 
 import pytest
@@ -17,17 +18,21 @@ from areal_core.types import Evaluation
 from tests.support.servers import version
 
 
-def test_a_version_stays_for_the_evaluator_and_for_a_server_that_takes_its_time() -> None:
+def test_version_stays_for_the_evaluator_and_for_a_server_that_takes_its_time() -> None:
     ledger, schedule, loading = MagicMock(), MagicMock(), {3, 9}
     ledger.versions.newest.return_value = version(12)
     schedule.awaited.return_value = {0, 4}
-    others = dict.fromkeys(("recorder", "storage", "payloads", "snapshots", "pages"), MagicMock())
-    config = load({"rollout": {"max_staleness": 2}})
-    retention = Retention(config, 1, ledger=ledger, schedule=schedule, loading=lambda: loading, **others)
-    assert retention.released() == [1, 2, 5, 6, 7, 8]
+    made = retention({"rollout": {"max_staleness": 2}}, ledger=ledger, schedule=schedule, loading=lambda: loading)
+    assert made.released() == [1, 2, 5, 6, 7, 8]
     schedule.awaited.assert_called_once_with(8)
     loading.clear()
-    assert retention.released() == [1, 2, 3, 5, 6, 7, 8]
+    assert made.released() == [1, 2, 3, 5, 6, 7, 8]
+
+
+def retention(config: dict[str, Any], **given: Any) -> Retention:
+    """With mocks for all that a test does not give."""
+    names = ("ledger", "recorder", "schedule", "storage", "payloads", "snapshots", "pages", "loading")
+    return Retention(load(config), 1, **dict.fromkeys(names, MagicMock()) | given)
 
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
@@ -48,20 +53,16 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
     for name in (*names.values(), "v000035-00000000", "notes"):  # version 35 is being scored
         for ending in endings:
             (tmp_path / f"{name}{ending}").touch()
-    others = dict.fromkeys(("ledger", "schedule", "storage", "payloads", "snapshots", "loading"), MagicMock())
-    retention = Retention(load({"evaluation": {"keep_pages": keep}}), 1, recorder=recorder, pages=tmp_path, **others)
-    await retention.scored()
+    await retention({"evaluation": {"keep_pages": keep}}, recorder=recorder, pages=tmp_path).scored()
     stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
 
 
 async def test_page_of_replaced_weights_goes_with_the_next_score(tmp_path: Path) -> None:
-    recorder = MagicMock()
-    recorder.evaluations = [evaluation(5, 0.5)]
+    recorder = MagicMock(evaluations=[evaluation(5, 0.5)])
     (tmp_path / "v000005-ffffffff.html").touch()
     (tmp_path / "v000005-50000000.html").touch()
-    others = dict.fromkeys(("ledger", "schedule", "storage", "payloads", "snapshots", "loading"), MagicMock())
-    await Retention(load({}), 1, recorder=recorder, pages=tmp_path, **others).scored()
+    await retention({}, recorder=recorder, pages=tmp_path).scored()
     assert [path.name for path in tmp_path.iterdir()] == ["v000005-50000000.html"]
 
 
@@ -82,9 +83,8 @@ async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
     ledger.free.side_effect = [True, False, False]
     ledger.fold.side_effect = [True, False]
     schedule.awaited.return_value = {2}
-    retention = Retention(
-        load({"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}}),
-        1,
+    made = retention(
+        {"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}},
         ledger=ledger,
         recorder=MagicMock(evaluations=[]),
         schedule=schedule,
@@ -94,7 +94,7 @@ async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
         pages=tmp_path,
         loading=list,
     )
-    retention.committed()
-    await retention.settled()
+    made.committed()
+    await made.settled()
     assert [made for made in ledger.mock_calls if made[0] in ("free", "fold")] == calls
     assert ledger.flush.call_count == len(calls[:2])

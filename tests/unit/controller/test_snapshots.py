@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -112,18 +111,6 @@ async def test_one_job_at_a_time(run: Run) -> None:
     assert not list(run.dir.root.glob("ledger-snapshot-*"))
 
 
-async def test_a_request_that_comes_once_more_much_later_changes_nothing(run: Run) -> None:
-    first = await run.snapshots.take(await run.step(), "a", 30.0)
-    assert await run.snapshots.take(await run.step(), "b", 30.0) is not None
-    again = await run.snapshots.take(1, "a", 30.0)
-    assert first is not None
-    assert again is not None
-    assert first["files"].keys() != again["files"].keys()
-    stored = run.storage.child("checkpoints/step-000001.3")
-    for name, entry in {**first["files"], **again["files"]}.items():
-        assert hashlib.sha256(stored.get_bytes(name)).hexdigest() == entry["sha256"]
-
-
 async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Run) -> None:
     await run.step()
     await run.payloads.seal()
@@ -201,21 +188,14 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
     assert (newest.step, len(newest.shared)) == (3, 3)
 
 
-async def test_a_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     step = await run.step()
-
-    def refuse(self: Storage, local: Path, name: str) -> None:
-        raise StorageError("storage.url: can't write it")
-
     with monkeypatch.context() as patched:
-        patched.setattr(Storage, "put_file", refuse)
+        patched.setattr(Storage, "put_file", MagicMock(side_effect=StorageError("storage.url: can't write it")))
         with pytest.raises(StorageError, match="can't write it"):
             await run.snapshots.take(step, "a", 30.0)
     assert await run.snapshots.take(step, "b", 30.0) is not None
-
-
-async def test_what_a_killed_controller_has_left_is_removed(run: Run) -> None:
     left = run.dir.root / "ledger-snapshot-a.sqlite"
-    left.touch()
+    left.touch()  # by a controller that was killed
     Snapshots(run.dir, run.storage, run.payloads, retain=False)
     assert not left.exists()

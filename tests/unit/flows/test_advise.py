@@ -20,17 +20,13 @@ def test_every_split_is_shown_the_best_first(tmp_path: Path, capsys: pytest.Capt
     assert cells == ["4", "4", "1.60", "generation.servers=4", "training.ranks=4"]
 
 
-def test_a_run_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert advise.main(["first", "--state-dir", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.err == f"areal: error: run: there is none in {tmp_path}/runs/first\n"
-    assert not told.out
-
-
-def test_a_name_that_is_too_long_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs").mkdir()
-    assert advise.main(["x" * 300, "--state-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("areal: error: run: must have at most 160 bytes, got 300; shorten")
+def test_unusable_run_names_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = f"run: there is none in {tmp_path}/runs/first\n"
+    for name, said in (("first", absent), ("x" * 300, "run: must have at most 160 bytes, got 300; shorten")):
+        assert advise.main([name, "--state-dir", str(tmp_path)]) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith(f"areal: error: {said}")
+        assert not told.out
 
 
 def test_another_run_starts_with_the_split_that_is_asked_for(

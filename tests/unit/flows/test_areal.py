@@ -10,47 +10,28 @@ from flows.areal import areal
 from flows.compose import configure, experiments
 
 
-@pytest.fixture(scope="module")
-def form() -> dict[str, Any]:
-    return parameter_schema(areal).model_dump()["properties"]
+def test_form_offers_choices_and_bounds_and_explains_every_field() -> None:
+    schema = parameter_schema(areal)
+    form = schema.model_dump()["properties"]
+
+    def field(name: str) -> dict[str, Any]:
+        return next(choice for choice in form[name]["anyOf"] if choice["type"] != "null")
+
+    assert (form["experiment"]["enum"], form["experiment"]["default"]) == (experiments(), "cpu-async")
+    assert field("mode")["enum"] == ["async", "sync"]
+    assert field("provision")["enum"] == ["local", "static", "aws"]
+    assert (field("seed")["minimum"], field("steps")["minimum"]) == (0, 1)
+    assert (field("stop_at_score")["minimum"], field("stop_at_score")["maximum"]) == (0.0, 1.0)
+    assert field("stop_after_minutes")["exclusiveMinimum"] == 0.0
+    assert all(each["description"] for each in form.values())
+    assert not schema.required
 
 
-def _number(field: dict[str, Any]) -> dict[str, Any]:
-    return next(choice for choice in field["anyOf"] if choice["type"] != "null")
-
-
-def test_form_offers_the_known_experiments(form: dict[str, Any]) -> None:
-    assert form["experiment"]["enum"] == experiments()
-    assert form["experiment"]["default"] == "cpu-async"
-
-
-def test_form_offers_the_modes_and_bounds_the_numbers(form: dict[str, Any]) -> None:
-    assert _number(form["mode"])["enum"] == ["async", "sync"]
-    assert _number(form["provision"])["enum"] == ["local", "static", "aws"]
-    assert _number(form["seed"])["minimum"] == 0
-    assert _number(form["steps"])["minimum"] == 1
-    assert (_number(form["stop_at_score"])["minimum"], _number(form["stop_at_score"])["maximum"]) == (0.0, 1.0)
-    assert _number(form["stop_after_minutes"])["exclusiveMinimum"] == 0.0
-
-
-def test_every_parameter_is_explained_and_none_is_required(form: dict[str, Any]) -> None:
-    assert all(field["description"] for field in form.values())
-    assert not parameter_schema(areal).required
-
-
-def test_parameters_reach_their_fields() -> None:
-    config = configure(
-        "cpu-sync", seed=7, steps=3, stop_at_score=0.5, stop_after_minutes=2, overrides=["model.layers=2"]
-    )
+def test_parameters_reach_their_fields_and_win_over_overrides() -> None:
+    overrides = ["model.layers=2", "training.steps=9", "mode=async"]
+    limits = {"stop_at_score": 0.5, "stop_after_minutes": 2}
+    config = configure("cpu-sync", seed=7, steps=3, mode="sync", overrides=overrides, **limits)
     assert (config.name, config.mode, config.seed, config.training.steps) == ("cpu", "sync", 7, 3)
     assert (config.stop.score, config.stop.minutes, config.model.layers) == (0.5, 2.0, 2)
-
-
-def test_named_parameters_win_over_overrides() -> None:
-    assert configure(steps=3, mode="sync", overrides=["training.steps=9", "mode=async"]).training.steps == 3
-    assert configure(mode="sync", overrides=["mode=async"]).mode == "sync"
-
-
-def test_wrong_parameter_is_named_by_its_field() -> None:
     with pytest.raises(ConfigError, match=r"^training\.steps: must be at least 1, got 0$"):
         configure(steps=0)

@@ -20,21 +20,14 @@ from flows.comparison.trials import run_trial
 from flows.compose import experiments
 
 
-@pytest.fixture(scope="module")
-def form() -> dict[str, Any]:
-    return parameter_schema(areal_compare).model_dump()["properties"]
-
-
-def test_form_offers_experiments_and_shows_what_an_arm_is(form: dict[str, Any]) -> None:
-    assert form["experiment"]["enum"] == experiments()
-    assert form["arms"]["default"] == DEFAULT_ARMS
-    assert (form["seeds"]["items"]["minimum"], form["seeds"]["minItems"], form["seeds"]["default"]) == (0, 1, [1, 2, 3])
-
-
-def test_every_parameter_is_explained_and_none_is_required(form: dict[str, Any]) -> None:
+def test_form_offers_choices_and_explains_every_field() -> None:
+    schema = parameter_schema(areal_compare)
+    form = schema.model_dump()["properties"]
     assert set(form) == {"experiment", "arms", "seeds", "overrides", "name"}
+    assert (form["experiment"]["enum"], form["arms"]["default"]) == (experiments(), DEFAULT_ARMS)
+    assert (form["seeds"]["items"]["minimum"], form["seeds"]["minItems"], form["seeds"]["default"]) == (0, 1, [1, 2, 3])
     assert all(field["description"] for field in form.values())
-    assert not parameter_schema(areal_compare).required
+    assert not schema.required
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,6 @@ def test_nothing_said_is_the_default_comparison() -> None:
     chosen = parameters(overrides=[])
     assert re.fullmatch("cpu-async-[0-9a-f]{12}", chosen.pop("name"))
     assert chosen == {"experiment": "cpu-async", "arms": DEFAULT_ARMS, "seeds": [1, 2, 3], "overrides": []}
-
-
-def test_a_name_is_made_that_can_be_one() -> None:
     assert re.fullmatch("emulated-1-5b-[0-9a-f]{12}", parameters(overrides=[], experiment="emulated-1.5b")["name"])
 
 
@@ -50,17 +47,13 @@ def test_seeds_are_numbers_between_blanks_or_commas(text: str) -> None:
         ({"experiment": "cpu-asinc"}, "experiment: must be one of"),
         ({"overrides": ["training.stepz=3"]}, r"training\.stepz: no such field"),
         ({"name": "a/b"}, "comparison: a name must be letters"),
+        ({"name": "x" * 300}, "comparison: a name must have at most 60 characters, got 300: x"),
     ],
 )
 def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}") as caught:
         parameters(**{"overrides": [], **asked})
     assert "\n" not in str(caught.value)
-
-
-def test_name_that_is_too_long_is_one_line(known: Comparison) -> None:
-    with pytest.raises(ConfigError, match=r"^comparison: a name must have at most 60 characters, got 300: x"):
-        parameters(overrides=known.overrides, name="x" * 300)
 
 
 @pytest.fixture
@@ -73,16 +66,9 @@ def known(tmp_path: Path) -> Comparison:
     return comparison
 
 
-def test_name_alone_continues_a_comparison_as_it_is(known: Comparison) -> None:
-    again = parameters(overrides=known.overrides, name="first")
-    assert Comparison(**again) == known
-
-
-def test_known_comparison_gets_what_is_said(known: Comparison) -> None:
+def test_known_comparison_is_continued_with_what_is_said(known: Comparison) -> None:
+    assert Comparison(**parameters(overrides=known.overrides, name="first")) == known
     again = parameters(overrides=known.overrides, name="first", seeds="6", arm=["stale: mode=async"])
-    assert (again["seeds"], again["arms"], again["experiment"]) == (*([6], {"stale": ["mode=async"]}, "cpu-sync"),)
-
-
-def test_known_comparison_keeps_its_settings(known: Comparison) -> None:
+    assert (again["seeds"], again["arms"], again["experiment"]) == ([6], {"stale": ["mode=async"]}, "cpu-sync")
     with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as when comparison first was started"):
         parameters(overrides=known.overrides, name="first", experiment="cpu-async")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from areal_core.errors import ConfigError
-from flows import control, machine
+from flows import control
 
 
 def told(state: Path) -> control.Control:
@@ -27,11 +26,3 @@ def test_a_password_that_mlflow_would_refuse(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"^/areal/mlflow: must have 12 characters at least$"):
         control.serve(told(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_told_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "control.json"
-    file.write_text('{"address": "127.0.0.1"}')
-    monkeypatch.setattr(sys, "argv", ["control.py", str(file)])
-    with pytest.raises(ConfigError, match=r"control\.json: Object missing required field `state`"):
-        machine.told(control.Control)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -116,6 +117,14 @@ def fleet_of(cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = Fa
         yield fleet
 
 
+@contextmanager
+def at_work(cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False) -> Iterator[Fleet]:
+    with fleet_of(cloud, config, given=given) as fleet:
+        cloud.up()
+        fleet.look()
+        yield fleet
+
+
 def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
     """Nodes are replaced in a thread."""
     deadline = time.monotonic() + _PATIENCE_S
@@ -140,35 +149,35 @@ def test_a_run_from_its_first_look_to_its_end(cloud: Cloud) -> None:
     assert cloud.replaced == []
 
 
+@pytest.mark.parametrize("name", ["generation-1", "trainer-0"])
 @pytest.mark.parametrize("stage", [Stage.RECLAIMED, Stage.BAD_NODE])
-def test_a_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again(cloud: Cloud, stage: Stage) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
-        cloud.becomes("generation-1", stage, "as the cloud says")
-        until(fleet, lambda: cloud.newest("generation-1") == "generation-1/1")
-        assert cloud.replaced == [["generation-1"]]
+def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again(
+    cloud: Cloud, stage: Stage, name: str
+) -> None:
+    with at_work(cloud) as fleet:
+        cloud.becomes(name, stage, "as the cloud says")
+        until(fleet, lambda: cloud.newest(name) == f"{name}/1")
+        assert cloud.replaced == [[name]]
         assert cloud.newest("generation-0") == "generation-0/0"  # the others stay
         cloud.up()
         fleet.look()
         assert fleet.ready
-
-
-def test_a_node_that_is_silent_loses_its_share(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
+        cloud.becomes("trainer-0", Stage.DONE)
         fleet.look()
+        assert fleet.over
+
+
+def test_silent_node_loses_its_share(cloud: Cloud) -> None:
+    with at_work(cloud) as fleet:
         cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 31.0
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
-    assert cloud.lost == ["generation-0/0"]
-    assert cloud.replaced == [["generation-0"]]
+    assert (cloud.lost, cloud.replaced) == (["generation-0/0"], [["generation-0"]])
     assert any("silent for more than 30 s" in line for line in cloud.said)
 
 
 def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
+    with at_work(cloud) as fleet:
         cloud.pass_s(fleet, 60)
         cloud.now += 600.0  # Prefect's server is away
         cloud.silence = dict.fromkeys(cloud.silence, 600.0)
@@ -211,24 +220,9 @@ def test_a_share_that_a_node_takes_while_it_is_replaced_is_given_out_again(cloud
     assert cloud.lost == ["generation-1/0"]
 
 
-def test_the_head_node_is_replaced_as_others_are(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
-        cloud.pass_s(fleet, 31)
-        cloud.silence[cloud.node("trainer-0")] = 1000.0
-        until(fleet, lambda: cloud.newest("trainer-0") == "trainer-0/1")
-        cloud.up()
-        cloud.becomes("trainer-0", Stage.DONE)
-        fleet.look()
-        assert fleet.over
-
-
-def test_replacements_that_can_not_be_had_are_tried_again_and_the_run_goes_on(cloud: Cloud) -> None:
+def test_refused_replacement_is_tried_again_and_the_run_goes_on(cloud: Cloud) -> None:
     cloud.refuses = [ProvisionError("terraform apply: InsufficientInstanceCapacity")]
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
+    with at_work(cloud) as fleet:
         cloud.becomes("generation-0", Stage.RECLAIMED)
         until(fleet, lambda: not cloud.refuses)
         until(fleet, lambda: any("InsufficientInstanceCapacity" in line for line in cloud.said))
@@ -238,11 +232,9 @@ def test_replacements_that_can_not_be_had_are_tried_again_and_the_run_goes_on(cl
         until(fleet, lambda: cloud.replaced == [["generation-0"]])
 
 
-def test_a_run_that_nobody_trains_does_not_wait_for_ever(cloud: Cloud) -> None:
+def test_run_without_a_trainer_does_not_wait_for_ever(cloud: Cloud) -> None:
     cloud.refuses = [ProvisionError("terraform apply: quota")] * 100
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
+    with at_work(cloud) as fleet:
         cloud.becomes("trainer-0", Stage.RECLAIMED)
 
         def later() -> bool:
@@ -253,10 +245,8 @@ def test_a_run_that_nobody_trains_does_not_wait_for_ever(cloud: Cloud) -> None:
             until(fleet, later)
 
 
-def test_a_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
+def test_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud: Cloud) -> None:
+    with at_work(cloud) as fleet:
         for number in (1, 2):
             cloud.becomes("generation-1", Stage.FAILED, "its processes died")
             fleet.look()
@@ -269,9 +259,8 @@ def test_a_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(clou
             fleet.look()
 
 
-def test_a_head_node_that_fails_again_and_again_is_the_end(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
+def test_head_node_that_fails_again_and_again_is_the_end(cloud: Cloud) -> None:
+    with at_work(cloud) as fleet:
         for _ in range(2):
             cloud.becomes("trainer-0", Stage.FAILED, "the controller died")
             fleet.look()
@@ -280,26 +269,21 @@ def test_a_head_node_that_fails_again_and_again_is_the_end(cloud: Cloud) -> None
             fleet.look()
 
 
-def test_what_the_head_node_refuses_is_refused(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.becomes("trainer-0", Stage.REFUSED, "task.path: there is no such file")
-        with pytest.raises(ConfigError, match=r"^task\.path: "):
-            fleet.look()
-
-
-def test_a_run_that_somebody_cancels_on_its_head_node(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
+def test_refusal_and_cancellation_on_the_head_node_end_the_run(cloud: Cloud) -> None:
+    with at_work(cloud) as fleet:
         cloud.becomes("trainer-0", Stage.CANCELLED)
         fleet.look()
         assert fleet.cancelled
     assert cloud.replaced == []
+    other = Cloud()
+    with at_work(other) as fleet:
+        other.becomes("trainer-0", Stage.REFUSED, "task.path: there is no such file")
+        with pytest.raises(ConfigError, match=r"^task\.path: "):
+            fleet.look()
 
 
 def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
-    with fleet_of(cloud, replace(CONFIG, replacements=1)) as fleet:
-        cloud.up()
-        fleet.look()
+    with at_work(cloud, replace(CONFIG, replacements=1)) as fleet:
         cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
         cloud.up()
@@ -312,17 +296,11 @@ def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
             fleet.look()
 
 
-def test_what_an_outage_has_kept_from_being_done_is_done_later(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.up()
-        fleet.look()
+def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    with at_work(cloud) as fleet:
         cloud.becomes("generation-0", Stage.FAILED, "its processes died")
         with monkeypatch.context() as away:
-
-            def refused(_role: str, _index: int) -> str:
-                raise OSError("Prefect is away")
-
-            away.setattr(cloud, "give", refused)
+            away.setattr(cloud, "give", MagicMock(side_effect=OSError("Prefect is away")))
             for _ in range(5):
                 with pytest.raises(OSError, match="away"):
                     fleet.look()
@@ -332,9 +310,7 @@ def test_what_an_outage_has_kept_from_being_done_is_done_later(cloud: Cloud, mon
 
 
 def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
-    with fleet_of(cloud, given=True) as fleet:
-        cloud.up()
-        fleet.look()
+    with at_work(cloud, given=True) as fleet:
         cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 1000.0
         fleet.look()

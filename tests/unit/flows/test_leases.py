@@ -46,30 +46,17 @@ def acquire(leases: Leases, where: str = "a", by: By = "flow", **options: Any) -
     return leases.acquire(RUN, Claimant(owner=f"{where}@example.org", by=by, where=where), LENGTH_S, **options)
 
 
-def test_a_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time: Time) -> None:
+def test_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time: Time) -> None:
     held = acquire(leases)
     assert held.fresh
     lease = leases.read(RUN)
     assert lease == held.lease
-    assert lease is not None
-    assert (lease.run, lease.owner, lease.by, lease.root, lease.request) == (
-        RUN,
-        "a@example.org",
-        "flow",
-        "run",
-        REQUEST,
-    )
+    assert (lease.run, lease.owner, lease.by, lease.root) == (RUN, "a@example.org", "flow", "run")
+    assert lease.request == REQUEST
     assert (lease.taken_at, lease.held_until, lease.expires_at) == (time.now, time.now + LENGTH_S, time.now + LENGTH_S)
-    assert lease.expires == "2001-09-09T01:48:10Z"
     assert leases.live() == [RUN]
-
-
-def test_one_that_is_held_is_refused_in_one_line(leases: Leases) -> None:
-    acquire(leases)
-    with pytest.raises(
-        HeldError,
-        match=rf"^run {RUN}: a flow of a@example\.org is at its nodes, on a, until 2001-09-09T01:48:10Z if not for lo",
-    ):
+    refused = rf"^run {RUN}: a flow of a@example\.org is at its nodes, on a, until 2001-09-09T01:48:10Z if not for lo"
+    with pytest.raises(HeldError, match=refused):
         acquire(leases, "b")
 
 
@@ -90,18 +77,7 @@ def test_one_that_has_run_out_is_taken_once_clocks_can_t_differ_over_it(leases: 
     second.renew()
 
 
-def test_a_renewal_holds_it_for_its_length_again(leases: Leases, time: Time) -> None:
-    held = acquire(leases)
-    time.now += 80.0
-    assert held.remaining_s() == 10.0
-    held.renew()
-    assert held.remaining_s() == LENGTH_S
-    time.now += LENGTH_S - 1.0
-    with pytest.raises(HeldError):
-        acquire(leases, "b")
-
-
-def test_between_many_changes_it_is_looked_at(leases: Leases, time: Time) -> None:
+def test_renewal_holds_it_for_its_length_again(leases: Leases, time: Time) -> None:
     held = acquire(leases)
     beat = held.lease.beat
     held.confirm()
@@ -109,17 +85,19 @@ def test_between_many_changes_it_is_looked_at(leases: Leases, time: Time) -> Non
     time.now += 0.7 * LENGTH_S
     held.confirm()
     assert held.remaining_s() == LENGTH_S
+    time.now += 80.0
+    assert held.remaining_s() == 10.0
+    held.renew()
+    time.now += LENGTH_S - 1.0
+    with pytest.raises(HeldError):
+        acquire(leases, "b")
+    time.now += 10 * LENGTH_S
+    held.renew()  # nobody has taken it
+    assert held.remaining_s() == LENGTH_S
     time.now += LENGTH_S + MARGIN_S + 0.1
     acquire(leases, "b")
     with pytest.raises(LeaseLostError):
         held.confirm()
-
-
-def test_one_that_nobody_took_is_still_one_s_own(leases: Leases, time: Time) -> None:
-    held = acquire(leases)
-    time.now += 10 * LENGTH_S
-    held.renew()
-    assert held.remaining_s() == LENGTH_S
 
 
 def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
@@ -134,18 +112,14 @@ def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
         acquire(leases, by="command")
 
 
-def test_a_dead_holder_is_waited_for(leases: Leases, time: Time) -> None:
+def test_dead_holder_is_waited_for_and_a_living_one_is_not(leases: Leases, time: Time) -> None:
     began = time.now
     acquire(leases)
-    acquire(leases, "b", patience_s=LENGTH_S + MARGIN_S + 2.0)
+    second = acquire(leases, "b", patience_s=LENGTH_S + MARGIN_S + 2.0)
     assert LENGTH_S + MARGIN_S < time.now - began <= LENGTH_S + MARGIN_S + 2.0
-
-
-def test_a_holder_that_lives_is_not_waited_for(leases: Leases, time: Time) -> None:
-    began, first = time.now, acquire(leases)
-    time.meanwhile = [lambda: None, first.renew]
+    began, time.meanwhile = time.now, [lambda: None, second.renew]
     with pytest.raises(HeldError):
-        acquire(leases, "b", patience_s=1e6)
+        acquire(leases, "c", patience_s=1e6)
     assert time.now - began < LENGTH_S
 
 
@@ -200,15 +174,12 @@ MALFORMED = {
     "truncated": b'{"run": "r"',
     "of another run": {"run": "another"},
     "a word for a number": {"beat": "7"},
-    "a beat beyond all": {"beat": 10**400},
     "held beyond all": {"held_until": 1e300},
-    "held beyond a float": {"held_until": 10**400},
     "no number": b'{"run": "cpu-1.5b", "held_until": NaN}',
     "kept beyond all": {"kept_until": 1e300},
     "by nobody known": {"by": "stranger"},
     "a word for a request": {"request": "everything"},
     "a word for the cost": {"spent": {"nodes": 7}},
-    "nothing in it": b"{}",
     "null": b"null",
     "no text": b'{"run": "\xff"}',
     "too deep": b'{"request": ' + 100_000 * b'{"a": ',

@@ -20,7 +20,7 @@ from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from flows import nodes_command
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
-from flows.provision.terraform import Change, KilledError, Terraform
+from flows.provision.terraform import KilledError, Terraform
 from tests.support import signals
 
 CHANGES = [
@@ -75,13 +75,15 @@ def made(tmp_path: Path, **options: Any) -> Terraform:
 def test_only_what_was_planned_is_applied(says: Says, tmp_path: Path) -> None:
     calls = says()
     root = made(tmp_path)
-    first, second = root.plan({"run": "r"}), root.plan({"run": "r"}, replace=["a.b"])
-    assert first.changes == (
-        Change("a.made", "create"),
-        Change("a.anew", "replace"),
-        Change("a.ended", "delete"),
-        Change("a.changed", "update"),
-    )
+    given = {"run": "r", "nodes": {"trainer": {"count": 1}}}
+    first, second = root.plan(given), root.plan(given, replace=["a.b"])
+    assert json.loads((tmp_path / "work" / "copy" / "run" / "given.auto.tfvars.json").read_text()) == given
+    assert [(change.address, change.action) for change in first.changes] == [
+        ("a.made", "create"),
+        ("a.anew", "replace"),
+        ("a.ended", "delete"),
+        ("a.changed", "update"),
+    ]
     assert str(first) == "1 to create, 1 to delete, 1 to replace, 1 to update"
     root.apply(first)
     init, plan, again, apply = called(calls)
@@ -113,13 +115,6 @@ def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
         root.held()
 
 
-def test_variables_are_told_by_a_file(says: Says, tmp_path: Path) -> None:
-    says()
-    made(tmp_path).plan({"run": "r", "nodes": {"trainer": {"count": 1}}})
-    told = tmp_path / "work" / "copy" / "run" / "given.auto.tfvars.json"
-    assert json.loads(told.read_text()) == {"run": "r", "nodes": {"trainer": {"count": 1}}}
-
-
 def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> None:
     says(
         "if command == 'apply':\n"
@@ -143,11 +138,10 @@ def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> Non
     ("body", "said"),
     [
         ("print('panic: no schema', file=sys.stderr); sys.exit(11)", "terraform init: panic: no schema"),
-        ("sys.exit(3)", "terraform init: exited with code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "terraform init: exited with code -9"),
     ],
 )
-def test_a_failure_without_words_of_its_own(says: Says, tmp_path: Path, body: str, said: str) -> None:
+def test_failure_without_words_of_its_own(says: Says, tmp_path: Path, body: str, said: str) -> None:
     says(body)
     with pytest.raises(ProvisionError) as failed:
         made(tmp_path)
@@ -271,14 +265,12 @@ def test_it_goes_on_while_its_right_is_extended(says: Says, tmp_path: Path) -> N
         "if command == 'apply':\n"
         f"  open({str(note)!r}, 'w').write('at it')\n"
         f"  while open({str(note)!r}).read() != 'go': time.sleep(0.02)\n"
-        "  time.sleep(5.1)"
+        "  time.sleep(3.1)"
     )
-    Right(tmp_path, note).apply(5.0, 60.0)
+    Right(tmp_path, note).apply(3.0, 60.0)
 
 
-def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(
-    says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Says, tmp_path: Path) -> None:
     note = tmp_path / "note"
     says(
         "def end(*_):\n"
@@ -308,36 +300,24 @@ def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(
 
 def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> None:
     says()
+    for request, said in (({}, "run: must be the id"), ({"run": "r"}, "foundation: must be what")):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            Nodes(request, tmp_path)
     foundation = {"bucket": "b", "region": "eu-west-1", "vpc_id": "vpc-1"}
     (tmp_path / "control").mkdir()
     outputs = {"foundation": {"value": foundation}, "prefect_api_url": {"value": "http://10.64.0.10:4200/api"}}
     (tmp_path / "control" / "terraform.tfstate").write_text(json.dumps({"outputs": outputs}))
+    prefect = {"api_url": "http://10.64.0.10:4200/api", "work_pool": "areal-nodes"}
     with Nodes({"run": "r"}, tmp_path) as nodes:
-        assert nodes.variables == {
-            "run": "r",
-            "foundation": foundation,
-            "prefect": {"api_url": "http://10.64.0.10:4200/api", "work_pool": "areal-nodes"},
-        }
+        assert nodes.variables == {"run": "r", "foundation": foundation, "prefect": prefect}
         assert nodes.hosts() == []
 
 
-@pytest.mark.parametrize(
-    ("request_", "said"), [({}, "run: must be the id"), ({"run": "r"}, "foundation: must be what")]
-)
-def test_a_request_that_lacks_something(says: Says, tmp_path: Path, request_: dict[str, Any], said: str) -> None:
+def test_one_command_at_a_time(says: Says, tmp_path: Path) -> None:
     says()
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        Nodes(request_, tmp_path)
-
-
-def test_one_command_at_a_time(says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says()
-    monkeypatch.setattr("flows.provision.nodes._BUSY_S", 0.1)
-    with (
-        Nodes(REQUEST, tmp_path),
-        pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$"),
-    ):
-        Nodes(REQUEST, tmp_path)
+    busy = pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$")
+    with Nodes(REQUEST, tmp_path), busy:
+        Nodes(REQUEST, tmp_path, busy_s=0.1)
     says("if command == 'init': sys.exit(3)")
     with pytest.raises(ProvisionError), Nodes(REQUEST, tmp_path):
         pass
@@ -346,16 +326,14 @@ def test_one_command_at_a_time(says: Says, tmp_path: Path, monkeypatch: pytest.M
         pass
 
 
-def test_the_command_reads_a_time_as_it_stands(tmp_path: Path) -> None:
+def test_command_reads_a_request(tmp_path: Path) -> None:
     file = tmp_path / "nodes.yaml"
+    for text in ("- a list", "a: [", None):
+        if text is not None:
+            file.write_text(text)
+        else:
+            file.unlink()
+        with pytest.raises(ConfigError, match=r"nodes\.yaml: "):
+            nodes_command.read(file)
     file.write_text("lease: {expires_at: 2037-01-31T14:00:00+02:00}\nzones: [a]\n")
     assert nodes_command.read(file) == {"lease": {"expires_at": "2037-01-31T12:00:00Z"}, "zones": ["a"]}
-
-
-@pytest.mark.parametrize("text", ["- a list", "a: [", None])
-def test_a_file_that_is_no_request(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "nodes.yaml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=r"nodes\.yaml: "):
-        nodes_command.read(file)

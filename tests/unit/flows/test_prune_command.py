@@ -69,9 +69,16 @@ def test_a_table_of_what_runs_hold(did: list[tuple[str, str]], capsys: pytest.Ca
     assert did == []
 
 
-def test_leftovers_alone_are_deleted_unless_runs_are_chosen(did: list[tuple[str, str]]) -> None:
-    assert prune_command.main(["--yes"]) == 0
-    assert did == [("delete", ".pruned-x-2"), ("free", "left")]
+@pytest.mark.parametrize(
+    ("chosen", "deleted"),
+    [
+        ([], [("delete", ".pruned-x-2"), ("free", "left")]),  # leftovers alone
+        (["--run", "old", "--run", "left", "--older", "35"], [("delete", "old")]),  # both choices must hold
+    ],
+)
+def test_what_was_chosen_is_deleted(did: list[tuple[str, str]], chosen: list[str], deleted: object) -> None:
+    assert prune_command.main([*chosen, "--yes"]) == 0
+    assert did == deleted
 
 
 def test_old_runs_are_deleted_and_failures_named(
@@ -82,11 +89,6 @@ def test_old_runs_are_deleted_and_failures_named(
     told = capsys.readouterr()
     assert "left: not deleted, try again: storage.url: can't delete it: no rights" in told.out
     assert told.err == "areal: error: 1 of 3 could not be deleted\n"
-
-
-def test_both_choices_must_hold(did: list[tuple[str, str]]) -> None:
-    assert prune_command.main(["--run", "old", "--run", "left", "--older", "35", "--yes"]) == 0
-    assert did == [("delete", "old")]
 
 
 @pytest.mark.parametrize(

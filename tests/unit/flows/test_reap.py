@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State
 from prefect.logging import disable_run_logger
-from prefect.utilities.callables import parameter_schema
 
 from areal_core.errors import StorageError
 from flows import reap
@@ -66,27 +65,19 @@ def test_where_no_cloud_is_known_it_ends_at_once(tmp_path: Path, monkeypatch: py
     assert state.message == "nothing to reap: no cloud is known here"
 
 
-def test_what_was_ended_is_told_by_run(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    state = ended(monkeypatch, FakeReaper([ENDED]))
-    assert (state.is_completed(), state.message) == (True, "first")
-    assert told == ["that run first is over", "what was reaped"]
-
-
-def test_what_failed_fails_it_until_the_next_one(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    state = ended(monkeypatch, FakeReaper([ENDED, FAILED]))
-    assert state.is_failed()
-    assert state.message == "run second: nothing ended; to be tried again: no rights"
-    assert told == ["that run first is over", "what was reaped"]
-
-
-def test_a_store_that_is_away_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    state = ended(monkeypatch, FakeReaper(StorageError("storage.url: can't list s3://b: no response in time")))
-    assert (state.is_failed(), state.message) == (True, "storage.url: can't list s3://b: no response in time")
-    assert told == []
-    assert ended(monkeypatch, FakeReaper([])).message == "nothing to reap"
-
-
-def test_its_form() -> None:
-    form = parameter_schema(reap.areal_reap).model_dump()
-    assert form["properties"]["store"]["description"].startswith("Where the leases are, as s3://bucket.")
-    assert not form.get("required")
+@pytest.mark.parametrize(
+    ("reaped", "completed", "message", "told_of"),
+    [
+        ([ENDED], True, "first", True),
+        ([ENDED, FAILED], False, "run second: nothing ended; to be tried again: no rights", True),
+        (StorageError("storage.url: can't list s3://b: no response in time"), False, "storage.url: can't list", False),
+        ([], True, "nothing to reap", False),
+    ],
+)
+def test_flow_ends_with_what_the_reaper_has_done(
+    monkeypatch: pytest.MonkeyPatch, told: list[str], reaped: Any, completed: bool, message: str, told_of: bool
+) -> None:
+    state = ended(monkeypatch, FakeReaper(reaped))
+    assert (state.is_completed(), state.is_failed()) == (completed, not completed)
+    assert str(state.message).startswith(message)
+    assert told == (["that run first is over", "what was reaped"] if told_of else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,17 @@ def test_the_variables_of_the_root_module(tmp_path: Path) -> None:
     }
 
 
-def test_a_role_without_nodes_is_not_asked_for() -> None:
-    asked = variables(config("provision.generation.count=0"), "run-1", CONTROL, NOW)
-    assert [*asked["nodes"]] == ["trainer"]
-    assert on_nodes("provision.generation.count=0").launch.remote_roles == "none"
-
-
-def test_what_becomes_of_it_on_nodes() -> None:
+def test_run_without_gpus_on_nodes() -> None:
     became = on_nodes(*CPU, "provision.generation.count=3")
     assert (became.launch.remote_roles, became.launch.copies) == ("generation", True)
     assert (became.generation_servers, servers_per_node(became)) == (3, 1)
     assert became.storage.url == "s3://b"
+    assert on_nodes("storage=s3", "storage.url=s3://mine/here").storage.url == "s3://mine/here"
+    alone = "provision.generation.count=0"
+    assert [*variables(config(alone), "run-1", CONTROL, NOW)["nodes"]] == ["trainer"]
+    assert on_nodes(alone).launch.remote_roles == "none"
+    assert queue(config(), "run-1", "trainer") == "run-1-trainer"
+    assert queue(configure(overrides=["provision=static"]), "run-1", "trainer") == "trainer"
 
 
 def test_gpus_of_nodes_are_servers_and_ranks() -> None:
@@ -80,37 +81,25 @@ def test_gpus_of_nodes_are_servers_and_ranks() -> None:
     assert (became.launch.devices, became.launch.devices_per_host) == (40, 8)
 
 
-def test_a_store_that_was_chosen_is_kept() -> None:
-    assert on_nodes("storage=s3", "storage.url=s3://mine/here").storage.url == "s3://mine/here"
-
-
-def test_queues() -> None:
-    assert queue(config(), "run-1", "trainer") == "run-1-trainer"
-    assert queue(configure(overrides=["provision=static"]), "run-1", "trainer") == "trainer"
-
-
 @pytest.mark.parametrize(
-    ("more", "control", "line"),
+    ("ask", "line"),
     [
         (
-            (),
-            {"foundation": CONTROL["foundation"]},
+            lambda: variables(config(), "run-1", {"foundation": CONTROL["foundation"]}, NOW),
             r"^provision\.prefect_api_url: must be an address of Prefect's API",
         ),
-        (("provision.install=/none",), CONTROL, r"^provision\.install: can't read /none: No such file"),
+        (
+            lambda: variables(config("provision.install=/none"), "run-1", CONTROL, NOW),
+            r"^provision\.install: can't read /none: No such file",
+        ),
+        (lambda: overrides(config(), {}), r"^storage\.url: must be a store that all nodes reach"),
+        (lambda: configure(overrides=["provision=aws"]), r"^provision\.image: must be given"),
     ],
 )
-def test_what_is_missing_is_named(
-    more: tuple[str, ...], control: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_value_is_named(ask: Callable[[], object], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
     with pytest.raises(ConfigError, match=line):
-        variables(config(*more), "run-1", control, NOW)
-
-
-def test_without_a_cloud_a_store_has_to_be_named() -> None:
-    with pytest.raises(ConfigError, match=r"^storage\.url: must be a store that all nodes reach"):
-        overrides(config(), {})
+        ask()
 
 
 @pytest.mark.parametrize(
@@ -128,8 +117,3 @@ def test_without_a_cloud_a_store_has_to_be_named() -> None:
 def test_what_is_wrong_is_named(more: tuple[str, ...], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         config(*more)
-
-
-def test_an_image_has_to_be_named() -> None:
-    with pytest.raises(ConfigError, match=r"^provision\.image: must be given"):
-        configure(overrides=["provision=aws"])

@@ -17,20 +17,13 @@ def services_of(folder: Path) -> Services:
     return Services(cwd=folder, logs=folder)
 
 
-def test_service_that_ends_is_named_with_its_last_words(tmp_path: Path) -> None:
-    with services_of(tmp_path) as services:
-        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short exited with code 3: no luck"):
-            next(services.watch())
-
-
-def test_service_that_is_not_needed_may_end(tmp_path: Path) -> None:
+def test_only_a_needed_service_ends_the_others(tmp_path: Path) -> None:
     with services_of(tmp_path) as services:
         services.start("luxury", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}, needed=False)
         happenings = services.watch()
         assert re.match(r"luxury was killed by SIGKILL: .*", next(happenings))
-        services.start("short", [sys.executable, "-c", "raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short exited with code 3"):
+        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
+        with pytest.raises(ProcessError, match=r"^short exited with code 3: no luck"):
             next(happenings)
 
 

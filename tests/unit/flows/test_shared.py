@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from flows.shared import run_title
 
 
-@pytest.mark.parametrize(
-    ("parameters", "title"),
-    [
-        ({"experiment": "cpu-async"}, "cpu-async"),
-        ({"experiment": "cpu-async", "mode": None, "seed": None, "overrides": []}, "cpu-async"),
-        (
-            {"experiment": "cpu-async", "mode": "sync", "seed": 0, "overrides": ["training.minibatches=2"]},
-            "cpu-async: mode sync, seed 0, training.minibatches=2",
-        ),
-        (
-            {"experiment": "cpu-async", "arms": {"sync": ["mode=sync"], "async": []}, "seeds": [1, 2], "name": None},
-            "cpu-async: arms sync async, seeds 1 2",
-        ),
-        (
-            {"model": "/models/qwen", "benchmarks": ["gsm8k=test.jsonl", "needle"], "samples": 4},
-            "qwen: benchmarks gsm8k=test.jsonl needle, samples 4",
-        ),
-    ],
-)
-def test_a_flow_run_is_called_by_what_was_chosen(parameters: dict[str, Any], title: str) -> None:
-    assert run_title(parameters) == title
+def test_flow_run_is_named_after_what_was_chosen() -> None:
+    chosen = {"experiment": "cpu-async", "mode": "sync", "seed": 0, "steps": None, "overrides": ["training.steps=2"]}
+    assert run_title(chosen) == "cpu-async: mode sync, seed 0, training.steps=2"
+    compared = {"experiment": "cpu-async", "arms": {"sync": ["mode=sync"], "async": []}, "seeds": [1, 2], "name": None}
+    assert run_title(compared) == "cpu-async: arms sync async, seeds 1 2"
+    evaluated = {"model": "/models/qwen", "benchmarks": ["gsm8k=test.jsonl", "needle"], "samples": 4}
+    assert run_title(evaluated) == "qwen: benchmarks gsm8k=test.jsonl needle, samples 4"
 
 
 def test_a_title_fits_a_page() -> None:

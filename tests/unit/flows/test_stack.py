@@ -43,19 +43,12 @@ def _free() -> int:
             return port
 
 
-def test_default_port_moves_when_taken(taken: int) -> None:
+def test_port_of_last_time_comes_before_the_default_and_taken_ones_are_passed_over(taken: int) -> None:
     port = stack._port("PREFECT_PORT", taken, None)
     assert port != taken
     assert stack.is_free(port)
-
-
-def test_port_used_last_time_comes_before_the_default() -> None:
     last, default = _free(), _free()
     assert stack._port("PREFECT_PORT", default, f"http://127.0.0.1:{last}/api") == last
-
-
-def test_port_used_last_time_is_given_up_when_taken(taken: int) -> None:
-    default = _free()
     assert stack._port("PREFECT_PORT", default, f"http://127.0.0.1:{taken}") == default
 
 
@@ -82,16 +75,13 @@ def test_port_asked_for_is_taken_or_refused(taken: int, monkeypatch: pytest.Monk
         stack._port("PREFECT_PORT", free, None)
 
 
-def test_prefect_home_is_ours_unless_the_user_has_one(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_prefect_gives_way_to_the_users(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stack.prefect_environment("u")["PREFECT_HOME"] == str(state / "prefect")
     monkeypatch.setenv("PREFECT_HOME", "/elsewhere")
     assert stack.prefect_environment("u")["PREFECT_HOME"] == "/elsewhere"
     monkeypatch.delenv("PREFECT_HOME")
     monkeypatch.setenv("PREFECT_PROFILE", "mine")
     assert "PREFECT_HOME" not in stack.prefect_environment(None)
-
-
-def test_api_url_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "https://theirs/api")
     assert stack.prefect_environment("http://ours/api")["PREFECT_API_URL"] == "https://theirs/api"
 
@@ -114,9 +104,7 @@ def test_servers_that_the_environment_names_are_not_started(state: Path, monkeyp
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
-def test_credentials_in_an_address_of_the_environment(
-    variable: str, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_in_an_address_are_refused(variable: str, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be in stack.json, and on the terminal."""
     monkeypatch.setenv(variable, "https://me:hunter2@theirs/api")
     with pytest.raises(ConfigError, match=f"^{variable}: must hold no user or password; ") as refused:

@@ -1,8 +1,6 @@
-"""Every file of conf/task that names a published data set reads rows of its schema: samples of our own, and the data
-sets themselves where the variable AREAL_BENCHMARKS names a folder that has them."""
+"""Every file of conf/task that names a published data set reads rows of its schema, here in samples of our own."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ HELD_OUT = {  # task: gold answers of its sample
     "minerva": ["6"],
 }
 MODEL = ("model=folder", "model.path=/nowhere", "model.context=65536", "training.microbatch_tokens=65536")
-LONG = "task.max_prompt_tokens=8192"  # of any prompt
 
 
 def opened(task, path, held_out, *overrides):
@@ -33,7 +30,7 @@ def opened(task, path, held_out, *overrides):
 
 
 @pytest.mark.parametrize("task", HELD_OUT)
-def test_a_benchmark_of_mathematics_is_held_out(task):
+def test_benchmark_of_mathematics_is_held_out(task):
     source = opened(task, None, SAMPLES / f"{task}.jsonl")
     assert [prompt.answer for prompt in source.held_out()] == HELD_OUT[task]
     assert source.census.training is None
@@ -86,36 +83,3 @@ def test_every_task_of_published_rows_is_one_of_these():
     tried = {*HELD_OUT, "gsm8k", "deepscaler", "humaneval", "livecodebench", "deepcoder"}
     of_rows = {file.stem for file in (CONF / "task").glob("*.yaml") if "rows\n" in file.read_text()}
     assert of_rows - {"rows", "paper"} == tried
-
-
-# -- the data sets themselves ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def benchmarks():
-    folder = os.environ.get("AREAL_BENCHMARKS")
-    if folder is None:
-        pytest.skip("AREAL_BENCHMARKS names no folder with gsm8k-train.jsonl, aime24.jsonl and others")
-    return Path(folder)
-
-
-@pytest.mark.parametrize(
-    ("task", "file", "prompts"),
-    [
-        ("aime24", "aime24.jsonl", 30),
-        ("amc23", "amc23.jsonl", 40),
-        ("minerva", "minerva-math.jsonl", 272),
-        ("humaneval", "humaneval.jsonl", 164),
-    ],
-)
-def test_published_benchmarks_are_held_out_whole(benchmarks, task, file, prompts):
-    census = opened(task, None, benchmarks / file, LONG).census.held_out
-    assert (census.rows, census.prompts) == (prompts, prompts)
-
-
-def test_gsm8k_is_trained_on_but_for_what_its_test_has_too(benchmarks):
-    others = ",".join(str(benchmarks / name) for name in ("aime24.jsonl", "amc23.jsonl", "minerva-math.jsonl"))
-    files = (benchmarks / "gsm8k-train.jsonl", benchmarks / "gsm8k-test.jsonl")
-    census = opened("gsm8k", *files, LONG, f"task.benchmark_paths='{others}'").census
-    assert (census.training.rows, census.training.prompts) == (7473, 7469)
-    assert (census.held_out.rows, census.held_out.prompts) == (1319, 1319)

@@ -15,13 +15,10 @@ from rich.console import Console
 
 from flows import watch
 
-_REQUEST = httpx.Request("GET", "http://prefect")
-_BUSY = httpx.HTTPStatusError("503", request=_REQUEST, response=httpx.Response(503))
-_LATE = httpx.ReadTimeout("late", request=_REQUEST)
-_GONE = httpx.ConnectError("refused", request=_REQUEST)
+_BUSY = httpx.HTTPStatusError("503", request=httpx.Request("GET", "http://prefect"), response=httpx.Response(503))
 
 
-@pytest.mark.parametrize("error", [_BUSY, _LATE, _GONE])
+@pytest.mark.parametrize("error", [_BUSY, httpx.ReadTimeout("late"), httpx.ConnectError("refused")])
 def test_a_server_that_does_not_respond_is_asked_again(error: httpx.HTTPError) -> None:
     responses = MagicMock(side_effect=[error, "yes"])
     assert [watch._asked(responses) for _ in range(2)] == [None, "yes"]
@@ -92,18 +89,6 @@ def test_a_second_interrupt_kills_the_servers_of_the_command(
     monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
     assert watch.run_command("train", "areal/train", dict) == 130
     assert stopped == [at_once]
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("step 7/25  reward 0.5", "step 7/25"),
-        ("first: trial 2 of 4: async-2 seed 1 · step 7/25  reward 0.5", "first: trial 2 of 4: async-2 seed 1"),
-        ("first: reporting", "first: reporting"),
-    ],
-)
-def test_figures_that_change_make_no_new_line(text: str, what: str) -> None:
-    assert watch._what(text) == what
 
 
 def test_tables_of_results_send_nothing_to_the_terminal() -> None:

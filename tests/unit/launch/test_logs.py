@@ -41,27 +41,14 @@ def said(code: str, log_format: str | None, role: str = "trainer", **environment
     return done.returncode, done.stderr.splitlines()
 
 
-def test_text() -> None:
+def test_record_becomes_a_line_of_text_or_json() -> None:
     text = logs.formatter("text", Source("trainer", 1))
     assert text.format(record("loss %s", 0.5)) == "2026-11-23T03:22:48.123Z INFO trainer-1 loss 0.5"
     with_step = text.format(record("slow", level=logging.WARNING, step=7))
     assert with_step == "2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] slow"
-
-
-def test_json_has_what_is_known() -> None:
-    shown = logs.formatter("json", Source("trainer", 1, 1))
-    assert json.loads(shown.format(record('"%s"\n', "x", step=7))) == {
-        "time": "2026-11-23T03:22:48.123Z",
-        "level": "INFO",
-        "role": "trainer",
-        "index": 1,
-        "rank": 1,
-        "step": 7,
-        "message": '"x"\n',
-    }
-    assert json.loads(logs.formatter("json", Source("tracker")).format(record("x"))).keys() == {
-        *("time", "level", "role", "index", "message")
-    }
+    known = {"time": "2026-11-23T03:22:48.123Z", "level": "INFO", "role": "trainer", "index": 1, "rank": 1, "step": 7}
+    made = logs.formatter("json", Source("trainer", 1, 1)).format(record('"%s"\n', "x", step=7))
+    assert json.loads(made) == {**known, "message": '"x"\n'}
 
 
 HOSTILE = "\x1b]0;owned\x07\r\n2026-11-23T03:22:48.123Z INFO controller-0 forged \u202e"
@@ -107,10 +94,8 @@ def test_a_process_knows_its_format_and_index_from_its_supervisor() -> None:
     _, lines = said(code, "json", **{INDEX: "2", "RANK": "2"})
     assert [json.loads(line).get("step") for line in lines[:2]] == [None, 4]
     assert json.loads(lines[0])["rank"] == 2
-
-
-def test_one_that_a_person_started_writes_the_message_alone() -> None:
-    assert said("logger.info('here'); logger.error('port taken')", None)[1] == ["here", "areal: error: port taken"]
+    by_hand = said("logger.info('here'); logger.error('port taken')", None)[1]  # the message alone
+    assert by_hand == ["here", "areal: error: port taken"]
 
 
 def test_an_uncaught_exception_is_a_record_too() -> None:
@@ -220,21 +205,12 @@ def test_a_line_that_was_cut_by_a_rotation_is_forwarded_whole(tmp_path: Path) ->
     assert written.path.read_bytes() == b"a line\n"
 
 
-def test_the_oldest_goes(tmp_path: Path) -> None:
-    written = Written(tmp_path, limit=1000, files=2)
-    for first in range(0, 900, 100):
-        written.write(*numbered(first, first + 100))
-        written.log.new_lines()
-    assert written.names() == ["x.log", "x.log.1", "x.log.2"]
-    assert written.older(1) == b"".join(line + b"\n" for line in numbered(800, 900))
-    assert written.older(2) == b"".join(line + b"\n" for line in numbered(700, 800))
-
-
-def test_more_than_all_files_hold_leaves_its_end(tmp_path: Path) -> None:
+def test_oldest_lines_go_when_all_files_are_full(tmp_path: Path) -> None:
     written = Written(tmp_path, limit=900, files=2)
-    written.write(*numbered(0, 999))
-    lines = written.log.new_lines()
-    assert lines[-1] == "line 998"
+    for first, last in ((0, 50), (50, 999)):
+        written.write(*numbered(first, last))
+        assert written.log.new_lines()[-1] == f"line {last - 1:03d}"
+    assert written.names() == ["x.log", "x.log.1", "x.log.2"]
     assert written.older(2) + written.older(1) == b"".join(line + b"\n" for line in numbered(799, 999))
     assert written.path.read_bytes() == b""
 
@@ -278,12 +254,13 @@ def test_the_bound_holds_under_a_writer_that_never_stops(tmp_path: Path) -> None
     assert written.names() == ["x.log", "x.log.1", "x.log.2", "x.log.3"]
 
 
-def test_the_last_lines_reach_across_a_rotation(tmp_path: Path) -> None:
+def test_last_lines_are_messages_also_across_a_rotation(tmp_path: Path) -> None:
     written = Written(tmp_path, limit=1000, files=2)
     written.write(*numbered(0, 100))
     written.log.new_lines()
-    written.write(b"no luck")
-    assert written.log.last_lines("x-0") == "line 095 | line 096 | line 097 | line 098 | line 099 | no luck"
+    written.write(logs.formatter("json", Source("x")).format(record("no luck", level=logging.ERROR)).encode())
+    last = "line 095 | line 096 | line 097 | line 098 | line 099 | areal: error: no luck"
+    assert written.log.last_lines("x-0") == last
 
 
 def test_the_last_lines_are_of_this_process_alone(tmp_path: Path) -> None:
@@ -295,10 +272,3 @@ def test_the_last_lines_are_of_this_process_alone(tmp_path: Path) -> None:
     written.log.new_lines()
     assert written.older(1) == before + b"mine\n"
     assert written.log.last_lines("x-0") == "mine"
-
-
-def test_the_last_lines_are_messages(tmp_path: Path) -> None:
-    written = Written(tmp_path, limit=10**6, files=2)
-    shown = logs.formatter("json", Source("trainer"))
-    written.write(shown.format(record("a")).encode(), shown.format(record("b", level=logging.ERROR)).encode())
-    assert written.log.last_lines("trainer-0") == "a | areal: error: b"

@@ -29,8 +29,10 @@ def marked() -> Iterator[list[subprocess.Popen[bytes]]]:
         each.wait()
 
 
-def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone(marked: list[subprocess.Popen[bytes]]) -> None:
+def test_process_with_the_mark_is_ended_unless_its_group_is_left_alone(marked: list[subprocess.Popen[bytes]]) -> None:
     lost, kept = marked
+    end_marked("MARK=test", 0.0)  # a mark is a whole variable
+    assert [each.poll() for each in marked] == [None, None]
     end_marked("MARK=test-sweeper", 0.0, {kept.pid})
     assert lost.wait() == -signal.SIGKILL
     assert kept.poll() is None
@@ -38,27 +40,13 @@ def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone(marked: li
 
 def test_one_that_is_just_being_executed_is_not_overlooked() -> None:
     """Every tenth of them has no environment yet when it is first looked at."""
-    for _ in range(60):
-        made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={"MARK": "x", **os.environ})
+    for environment in [{"MARK": "x", **os.environ}] * 60 + [{}]:
+        made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
         made.send_signal(signal.SIGSTOP)
         found = environment_of(Path(f"/proc/{made.pid}"))
         made.kill()
         made.wait()
-        assert b"MARK=x" in found
-
-
-def test_one_that_was_given_no_environment_has_none() -> None:
-    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={})
-    try:
-        assert environment_of(Path(f"/proc/{made.pid}")) == [b""]
-    finally:
-        made.kill()
-        made.wait()
-
-
-def test_a_mark_is_a_whole_variable(marked: list[subprocess.Popen[bytes]]) -> None:
-    end_marked("MARK=test", 0.0)
-    assert [each.poll() for each in marked] == [None, None]
+        assert found == [b""] if not environment else b"MARK=x" in found
 
 
 def test_what_carries_the_mark_has_time_to_end_in_order(marked: list[subprocess.Popen[bytes]]) -> None:

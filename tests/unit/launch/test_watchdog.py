@@ -45,8 +45,9 @@ class Process:
         return found
 
 
-def test_one_that_beats_and_gets_on_is_left_alone(tmp_path: Path) -> None:
+def test_process_that_gets_on_or_waits_is_left_alone(tmp_path: Path) -> None:
     assert Process(tmp_path, BUSY).looks(100, progress=1) is None
+    assert Process(tmp_path, WAITS).looks(100) is None
 
 
 def test_one_that_does_not_beat_is_found(tmp_path: Path) -> None:
@@ -66,10 +67,6 @@ def test_one_that_is_busy_and_does_not_get_on_is_found(tmp_path: Path) -> None:
     assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
     assert found.endswith("; step 3: training since 21 s")
     assert process.looks(1, progress=1) is None
-
-
-def test_one_that_waits_owes_no_progress(tmp_path: Path) -> None:
-    assert Process(tmp_path, WAITS).looks(100) is None
 
 
 def test_an_event_loop_has_to_turn_whatever_its_process_waits_for(tmp_path: Path) -> None:
@@ -130,22 +127,17 @@ def test_a_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store(
     assert told(tmp_path, 100) is None
 
 
-def test_one_that_is_silent_is_left_to_its_own_watchdog(tmp_path: Path) -> None:
+def test_silent_process_is_left_to_its_own_watchdog(tmp_path: Path) -> None:
     put(tmp_path, "controller-0", WAITS)
     assert told(tmp_path, 100, beats=False) is None
 
 
-def test_a_chain_ends_where_it_comes_back() -> None:
-    pulses = {
-        "trainer-0": dataclasses.replace(BUSY, doing="waits", waits_for="controller-0"),
-        "controller-0": dataclasses.replace(BUSY, doing="waits", waits_for="trainer"),
-    }
-    assert chain(pulses, "trainer-0") == (
+def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:
+    waits = dataclasses.replace(BUSY, doing="waits", waits_for="controller-0")
+    circle = {"trainer-0": waits, "controller-0": dataclasses.replace(waits, waits_for="trainer")}
+    assert chain(circle, "trainer-0") == (
         "trainer-0 waits, waiting for controller-0; controller-0 waits, waiting for trainer"
     )
-
-
-def test_a_chain_leads_to_the_one_that_is_busy() -> None:
     pulses = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
     assert chain(pulses, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"
 

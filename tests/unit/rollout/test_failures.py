@@ -41,6 +41,8 @@ def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group() -> None:
 
 def test_share_of_the_last_32_groups_decides() -> None:
     failures = Failures(0.2)
+    for _ in range(9):
+        failures.failed_try(VerifierError(FAILURE))  # one bad prompt at the start
     for group in range(200):
         failures.settled(outcomes(group % 3 == 0), FAILURE)  # one rollout of 24
     for _ in range(32):
@@ -49,13 +51,6 @@ def test_share_of_the_last_32_groups_decides() -> None:
         failures.settled(outcomes(8), FAILURE)
     with pytest.raises(UserCodeError, match="22% of the rollouts of the last 32 groups"):
         failures.settled(outcomes(8), FAILURE)
-
-
-def test_one_bad_prompt_at_the_start_ends_nothing() -> None:
-    failures = Failures(0.2)
-    for _ in range(9):
-        failures.failed_try(VerifierError(FAILURE))
-    failures.settled({}, FAILURE)
 
 
 LATE = RewardTimeoutError("own:check: no verdict within 20 s (rollout.reward_timeout_s) (own.py:9)\n    while True")
@@ -70,16 +65,13 @@ def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
         failures.settled({Outcome.WRONG: 8}, None, truncated=8)  # which the verifier has not seen
     with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 tries in a row failed this way; the run ends$"):
         failures.failed_try(LATE)
-
-
-def test_answers_that_hang_now_and_then_end_nothing() -> None:
-    failures = Failures(0.2)
+    later = Failures(0.2)
     for _ in range(50):
-        failures.settled(outcomes(timed_out=1), None)
+        later.settled(outcomes(timed_out=1), None)  # answers that hang now and then end nothing
         for _ in range(11):
-            failures.failed_try(LATE)
+            later.failed_try(LATE)
     with pytest.raises(UserCodeError, match="12 tries in a row"):
-        failures.failed_try(LATE)
+        later.failed_try(LATE)
 
 
 def test_truncated_completions_do_not_hide_a_bug() -> None:

@@ -51,11 +51,6 @@ def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> in
     return group.group_id
 
 
-def test_prompts_are_admitted_in_order_and_every_one_once(ledger):
-    assert [ledger.admit().prompt_index for _ in range(4)] == [0, 1, 2, 3]
-    assert ledger.admitted == 4 * GROUP
-
-
 def test_a_dropped_group_gives_its_slot_back_and_its_prompt_waits_first(ledger):
     first, second = ledger.admit(), ledger.admit()
     ledger.drop(first.group_id, "stale", requeue=True)
@@ -133,13 +128,7 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     ledger.ready(again.group_id, summary(version=0), PLACE, version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.admit().prompt_index == 3  # requeued once, not twice
-
-
-def test_drop_keeps_what_is_as_stale_as_eta_allows(ledger):
-    for step in (1, 2):
-        admit_ready(ledger, at=step - 1)
-        ledger.fix_batch(step, selection("drop", groups=1))
-    kept = admit_ready(ledger, at=1)  # step 3 trains on version 2
+    kept = admit_ready(ledger, at=1)  # as stale as eta allows
     assert [group.group_id for group in ledger.fix_batch(3, selection("drop", groups=1)).groups] == [kept]
 
 
@@ -193,18 +182,22 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     assert ledger.publish(version(2, "other")) == "replaced"
 
 
-def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
+def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
+    """Versions 0 to 3 and steps of one group each; returns the group of each step."""
     for number in (0, 1, 2, 3):
         ledger.publish(version(number))
     batches = {}
     for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
         batches[step] = admit_ready(ledger, at=sampled_by)
         ledger.fix_batch(step, selection(groups=1))
+    return batches
+
+
+def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
+    batches = four_steps(ledger)
     ledger.rewind(3)
     assert (ledger.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
-
     ledger.rewind(1)
-
     assert (ledger.incarnation, ledger.versions.newest()) == (1, version(1))
     assert ledger.batch(2) is not None  # what version 1 is to be trained on
     assert (ledger.batch(3), ledger.batch(4)) == (None, None)
@@ -215,29 +208,19 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
 
 
 def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies(ledger):
-    for number in (0, 1, 2, 3):
-        ledger.publish(version(number))
-    batches = {}
-    for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
-        batches[step] = admit_ready(ledger, at=sampled_by)
-        ledger.fix_batch(step, selection(groups=1))
+    batches = four_steps(ledger)
     ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
-
     assert ledger.publish(version(2, "other")) == "replaced"
-
-    assert ledger.incarnation == 1
-    assert ledger.versions.newest() == version(2, "other")
+    assert (ledger.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
     assert ledger.batch(2) is not None  # it made version 2, and its content is still valid
-    assert ledger.batch(3) is None
-    assert ledger.batch(4) is None
+    assert (ledger.batch(3), ledger.batch(4)) == (None, None)
     with pytest.raises(LedgerError):
         ledger.drop(flying, "again")  # dropped already
-    with pytest.raises(LedgerError):
-        ledger.payload(batches[4])  # sampled by the version whose weights changed
-    assert ledger.payload(batches[3]) == PLACE  # sampled by version 1, which is still valid
-    assert ledger.payload(ready_old) == PLACE
-    with pytest.raises(LedgerError):
-        ledger.payload(ready_new)
+    for group in (batches[4], ready_new):  # sampled by the version whose weights changed
+        with pytest.raises(LedgerError):
+            ledger.payload(group)
+    for group in (batches[3], ready_old):  # sampled by version 1, which is still valid
+        assert ledger.payload(group) == PLACE
     assert ledger.dropped() == {"replaced": 3}
     assert ledger.fix_batch(3, selection(groups=2)).groups[0].group_id == batches[3]
 

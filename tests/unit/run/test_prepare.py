@@ -9,6 +9,7 @@ import socket
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -40,21 +41,16 @@ def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
     assert prepare(config, log=lambda line: None).root != run.root
 
 
-@pytest.mark.parametrize("run_id", ["../up", "a b", ".hidden", "-x"])
-def test_run_id_that_is_no_name(base: dict[str, Any], run_id: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run_id: must be letters"):
-        prepare(load(base), run_id=run_id)
-
-
-def test_long_name_makes_a_run_id_that_can_be_resumed(base: dict[str, Any]) -> None:
-    config = load(base | {"name": "x" * 100})
-    run = prepare(config, log=lambda line: None)
-    assert prepare(config, run_id=run.root.name, log=lambda line: None).root == run.root
-
-
-@pytest.mark.parametrize("run_id", ["x" * 161, "x" + "ä" * 80, "x" * 300], ids=len)
-def test_run_id_that_is_too_long(base: dict[str, Any], run_id: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run_id: must have at most 160 bytes, got \d+; shorten "):
+@pytest.mark.parametrize(
+    ("run_id", "said"),
+    [
+        *((name, "must be letters") for name in ("../up", "a b", ".hidden", "-x")),
+        *((name, r"must have at most 160 bytes, got \d+; shorten ") for name in ("x" * 161, "x" + "ä" * 80)),
+    ],
+    ids=len,
+)
+def test_unusable_run_id_is_refused(base: dict[str, Any], run_id: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^run_id: {said}"):
         prepare(load(base), run_id=run_id)
 
 
@@ -71,36 +67,24 @@ def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
 def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from areal_core.tracking import mlflow_client
 
-    calls: list[dict[str, Any]] = []
-
-    def start_run(
-        uri: str, experiment: str, name: str, tags: dict[str, str], params: dict[str, Any], inputs: list[dict[str, str]]
-    ) -> str:
-        call = {"uri": uri, "experiment": experiment, "name": name, "tags": tags, "params": params, "inputs": inputs}
-        calls.append(call)
-        return f"tracked-{len(calls)}"
-
+    start_run = MagicMock(return_value="tracked")
     monkeypatch.setattr(mlflow_client, "start_run", start_run)
     monkeypatch.setattr(mlflow_client, "experiment_of", lambda uri, run_id: f"of {run_id}")
     monkeypatch.setattr(mlflow_client, "check_reachable", lambda uri: None)
     config = changed(base, tracking={"enabled": True, "uri": "http://tracker"})
     for flow in ("f1", "f2"):
         info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=lambda line: None).info()
-        assert (info.tracking_run_id, info.flow_run_id) == ("tracked-1", flow)
-        assert info.tracking_experiment_id == "of tracked-1"
-    (call,) = calls
-    assert (call["uri"], call["experiment"], call["name"]) == ("http://tracker", "areal", "r")
-    assert call["params"]["rollout"]["batch_size"] == 512
-    assert call["tags"]["areal.run_id"] == "r"
-    assert call["tags"]["areal.flow_run_id"] == "f1"
-    assert " learns arithmetic: 25 steps of 512 completions" in call["tags"]["mlflow.note.content"]
-    assert [(one["name"], one["context"]) for one in call["inputs"]] == [
-        ("arithmetic", "training"), ("arithmetic", "evaluation"),
-    ]  # fmt: skip
-    assert {name: call["tags"][name] for name in ("mode", "eta", "seed", "objective", "arm")} == {
-        "mode": "async", "eta": "2", "seed": "1", "objective": "decoupled", "arm": "a",
-    }  # fmt: skip
-    assert call["tags"]["version.torch"].startswith("2.")
+        assert (info.tracking_run_id, info.tracking_experiment_id, info.flow_run_id) == ("tracked", "of tracked", flow)
+    start_run.assert_called_once()
+    uri, experiment, name, tags, params, inputs = start_run.call_args.args
+    assert (uri, experiment, name) == ("http://tracker", "areal", "r")
+    assert params["rollout"]["batch_size"] == 512
+    assert " learns arithmetic: 25 steps of 512 completions" in tags["mlflow.note.content"]
+    contexts = [(one["name"], one["context"]) for one in inputs]
+    assert contexts == [("arithmetic", "training"), ("arithmetic", "evaluation")]
+    known = {"areal.run_id": "r", "areal.flow_run_id": "f1", "mode": "async", "eta": "2", "seed": "1", "arm": "a"}
+    assert tags.items() >= (known | {"objective": "decoupled"}).items()
+    assert tags["version.torch"].startswith("2.")
 
 
 def test_a_resumed_run_needs_no_tracking_server(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,22 +118,20 @@ def test_a_resumed_run_may_change_its_end_and_its_launch(base: dict[str, Any]) -
     outbox.close()
 
 
-def test_a_resumed_run_refuses_another_configuration(base: dict[str, Any]) -> None:
+def test_resumed_run_refuses_another_configuration(base: dict[str, Any]) -> None:
     prepare(load(base), run_id="r", log=lambda line: None)
     other = changed(base, algorithm={"clip_eps": 0.1}, training={"learning_rate": 1.0})
-    with pytest.raises(
-        ConfigError, match=r"^algorithm\.clip_eps: must be 0\.2 as when this run was started, got 0\.1;"
-    ):
+    said = r"^algorithm\.clip_eps: must be 0\.2 as when this run was started, got 0\.1;"
+    with pytest.raises(ConfigError, match=said):
         prepare(other, run_id="r", log=lambda line: None)
 
 
-@pytest.mark.parametrize("settings", [{}, {"training": {"steps": 10}}, {"launch": {"restarts": 7}}])
-def test_a_finished_run_is_not_touched(base: dict[str, Any], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"training": {"steps": 10}, "launch": {"restarts": 7}}])
+def test_finished_run_is_not_touched(base: dict[str, Any], settings: dict[str, Any]) -> None:
     run = prepare(load(base), run_id="r", log=lambda line: None)
     run.summary.write_text('{"steps": 10}')  # it had enough before its 25 steps
     written = (run.root / "run.json").stat().st_mtime_ns
-    later = changed(base, **settings)
-    assert prepare(later, run_id="r", log=lambda line: None) == run
+    assert prepare(changed(base, **settings), run_id="r", log=lambda line: None) == run
     assert (run.root / "run.json").stat().st_mtime_ns == written
     assert run.config() == load(base)
 
@@ -201,7 +183,6 @@ def of_rows(base: dict[str, Any], tmp_path: Path) -> RunConfig:
     [
         ("path", ROWS[::-1]),
         ("path", [*ROWS[:3], {"question": "3+3=", "answer": "7"}]),
-        ("path", [*ROWS[:3], {"question": "2+3=", "answer": "5"}]),
         ("held_out_path", [{"question": "9+9=", "answer": "18"}]),
     ],
 )
@@ -219,15 +200,13 @@ def test_a_resumed_run_refuses_other_rows(
         prepare(of_rows, run_id="r", log=lambda line: None)
 
 
-def test_a_controller_that_starts_again_refuses_other_rows(of_rows: RunConfig, tmp_path: Path) -> None:
-    run = prepare(of_rows, run_id="r", log=lambda line: None)
-    put_rows(tmp_path, "path", ROWS[::-1])
-    with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
-        Service(run)
-
-
-def test_a_resumed_run_takes_rows_that_give_the_same_prompts(of_rows: RunConfig, tmp_path: Path) -> None:
+def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses_others(
+    of_rows: RunConfig, tmp_path: Path
+) -> None:
     run = prepare(of_rows, run_id="r", log=lambda line: None)
     assert run.info().prompts.keys() == {"task.path", "task.held_out_path"}
     put_rows(tmp_path, "path", [row | {"note": "b"} for row in ROWS])
     assert prepare(of_rows, run_id="r", log=lambda line: None).info().prompts == run.info().prompts
+    put_rows(tmp_path, "path", ROWS[::-1])
+    with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
+        Service(run)

@@ -52,14 +52,9 @@ def test_without_a_terminal_a_line_a_step() -> None:
     assert lines[1] == "server [1] says: [/nothing] [bold]"
 
 
-def test_on_a_terminal_a_live_line() -> None:
-    text = shown(STATUS, terminal=True)
-    assert LINE in text
-    assert "server [1] says: [/nothing] [bold]" in text
-
-
 @pytest.mark.parametrize("terminal", [True, False])
-def test_log_lines_send_nothing_to_the_terminal(terminal: bool) -> None:
+def test_status_and_log_lines_are_shown_and_send_nothing_to_the_terminal(terminal: bool) -> None:
+    assert LINE in shown(STATUS, terminal=terminal)
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=200)
     RunProgress(console).log("the verifier failed: \x1b]0;owned\x07 \u202e")
@@ -75,28 +70,20 @@ SUMMARY = RunSummary(
 
 
 def test_conclude() -> None:
-    summary = SUMMARY
-    lines = conclude(summary).splitlines()
+    lines = conclude(SUMMARY).splitlines()
     assert lines[:3] == [
         "run r finished: 12 steps in 1:01 (stop reason: score)",
         "  held-out accuracy 0.171 -> 0.800, best 0.810",
         "  score reached after 0:50",
     ]
-    assert lines[-1] == "  model /store/r/final"
-    told = conclude(dataclasses.replace(summary, bound="Generation limited this run. " * 9)).splitlines()
-    assert told[: len(lines)] == lines
-    assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation limited this run. " * 9).strip()
-    assert max(map(len, told)) <= 120
     assert "  truncated completions: -, zero-variance groups: -" in lines
-    stuck = dataclasses.replace(summary, truncated=1.0, zero_variance=0.125, alerts=("nothing was learnt",))
-    assert conclude(stuck).splitlines()[-3:-1] == [
-        "  truncated completions: 100.0%, zero-variance groups: 12.5%",
-        "  alert: nothing was learnt",
-    ]
-    assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
-    unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
-    emulated = dataclasses.replace(summary, emulated="qwen-7b on 8 h800", **unscored)
-    assert conclude(emulated).splitlines()[1:3] == [
-        "  emulated: qwen-7b on 8 h800",
-        "  held-out accuracy - -> -, best -",
-    ]
+    assert lines[-1] == "  model /store/r/final"
+    told = conclude(dataclasses.replace(SUMMARY, bound="Generation limited this run. " * 9)).splitlines()
+    assert told[: len(lines)] == lines
+    assert max(map(len, told)) <= 120
+    unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None, "time_to_score_s": None}
+    stuck = {"truncated": 1.0, "zero_variance": 0.125, "alerts": ("nothing was learnt",), "emulated": "qwen-7b"}
+    changed = conclude(dataclasses.replace(SUMMARY, **unscored, **stuck))
+    assert changed.splitlines()[1:3] == ["  emulated: qwen-7b", "  held-out accuracy - -> -, best -"]
+    assert "  truncated completions: 100.0%, zero-variance groups: 12.5%\n  alert: nothing was learnt\n" in changed
+    assert "score reached" not in changed

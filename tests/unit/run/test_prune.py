@@ -58,12 +58,9 @@ def objects(store: Storage) -> list[str]:
     return [name for name in store.list() if name != NAME]
 
 
-def test_nothing_is_made_to_look(config: RunConfig, tmp_path: Path) -> None:
+def test_bytes_are_counted_here_and_in_the_store(config: RunConfig, tmp_path: Path) -> None:
     assert held(config) == {}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bytes_are_counted_here_and_in_the_store(config: RunConfig) -> None:
+    assert list(tmp_path.iterdir()) == []  # a look makes nothing
     store, folder = made(config), run_folder(config, "first").root
     run = held(config)["first"]
     assert run.local_bytes == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > 1100
@@ -96,31 +93,21 @@ def test_states(config: RunConfig) -> None:
         }
 
 
-def test_a_deleted_run_is_gone_but_for_its_lease(config: RunConfig) -> None:
+@pytest.mark.parametrize("absent", [None, "folder", "store"])
+def test_deleted_run_is_gone_but_for_its_lease(config: RunConfig, tmp_path: Path, absent: str | None) -> None:
     store, other = made(config), made(config, "other")
+    if absent == "folder":
+        shutil.rmtree(run_folder(config, "first").root)
+    elif absent == "store":
+        shutil.rmtree(store.url)
     delete(held(config)["first"], config, print)
-    assert objects(store) == []
+    assert absent == "store" or objects(store) == []
     assert list(held(config)) == ["other"]
     assert not run_folder(config, "first").root.exists()
     assert checkpoint.newest(other) is not None
+    assert Path(store.url).exists() == (absent != "store")
     made(config)  # under the same name: its launchers have higher numbers
     assert store.exists(NAME)
-
-
-def test_a_run_of_the_store_alone_is_deleted(config: RunConfig) -> None:
-    store = made(config)
-    shutil.rmtree(run_folder(config, "first").root)
-    delete(held(config)["first"], config, print)
-    assert objects(store) == []
-    assert held(config) == {}
-
-
-def test_a_run_without_objects_is_deleted_without_its_store(config: RunConfig, tmp_path: Path) -> None:
-    made(config)
-    shutil.rmtree(tmp_path / "store")
-    delete(held(config)["first"], config, print)
-    assert held(config) == {}
-    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("action", [delete, free_leftovers])

@@ -147,17 +147,11 @@ def test_the_evaluators_own_servers_are_like_the_runs_and_beside_them(tmp_path: 
     wanted = {"--slots": "9", "--device": "cpu", "--ready-file": str(run.ready_file("evaluation", 1))}
     assert {name: option(server, name) for name in wanted} == wanted
     assert "--deterministic" in server  # no score depends on what else is in a batch
+    of_vllm = role_specs(run, config(tmp_path, evaluation={"engine": "vllm", "slots": 9}), [0, 1])["evaluation"].argv(0)
+    assert of_vllm[2] == "areal_core.generation.vllm.server"
+    assert option(of_vllm, "--log-file") == str(run.log_file("vllm-evaluation", 0))
     ours = config(tmp_path, evaluation={"engine": "my.package:engine"})
     assert option(role_specs(run, ours, [0, 1])["evaluation"].argv(0), "--engine") == "my.package:engine"
-
-
-def test_the_evaluators_own_servers_may_be_vllms(tmp_path: Path) -> None:
-    settings = config(tmp_path, evaluation={"engine": "vllm", "slots": 9})
-    run = folder(settings)
-    server = role_specs(run, settings, [0, 1])["evaluation"].argv(0)
-    assert server[2] == "areal_core.generation.vllm.server"
-    wanted = {"--slots": "9", "--log-file": str(run.log_file("vllm-evaluation", 0))}
-    assert {name: option(server, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -198,22 +192,18 @@ def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkey
 # -- remote workers ----------------------------------------------------------------------------------------------------
 
 
-def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_their_own(tmp_path: Path) -> None:
-    run, config = prepared(tmp_path)
+def test_servers_of_another_machine_have_its_address_and_numbers_and_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    run, config = prepared(tmp_path, accelerator="cuda")
     spec = remote_generation(run, config, address="10.0.0.2", first=2, count=2)
     assert list(spec.indices) == [2, 3]
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
     assert spec.cpus is None
-    local = role_specs(run, config, [0, 1])["generation"]
-    assert option(local.argv(0), "--host") == "127.0.0.1"
-
-
-def test_a_machines_gpus_are_counted_from_its_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    run, config = prepared(tmp_path, accelerator="cuda")
-    servers = remote_generation(run, config, address="10.0.0.2", first=2, count=2)
-    assert [servers.env(index)["CUDA_VISIBLE_DEVICES"] for index in servers.indices] == ["4", "5"]
+    assert [spec.env(index)["CUDA_VISIBLE_DEVICES"] for index in spec.indices] == ["4", "5"]
+    assert option(role_specs(run, config, [0, 1])["generation"].argv(0), "--host") == "127.0.0.1"
     assert remote_trainer(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
     run, config = prepared(tmp_path, accelerator="cuda", remote_roles="trainer")
     assert role_specs(run, config, [0])["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "5"

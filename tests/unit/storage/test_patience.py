@@ -59,6 +59,9 @@ def test_it_is_tried_at_growing_intervals_until_it_succeeds(caplog: pytest.LogCa
     )
     assert end == f"INFO storage: responds again, after {sum(time.slept):.1f} s"
     assert patience.waiting_since is None
+    caplog.clear()
+    assert Patience(8.0, VirtualClock().clock, quiet=True).run(Failing(full()), "write x", Folder()) == "done"
+    assert told(caplog) == []
 
 
 def test_its_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,18 +75,16 @@ def test_its_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
     assert patience.waiting_since is None
 
 
-@pytest.mark.parametrize("limit_s", [0.0, _LIMIT_S])
-def test_what_is_here_to_stay_is_raised_at_once(caplog: pytest.LogCaptureFixture, limit_s: float) -> None:
-    time, work = VirtualClock(), Failing(OSError(13, "Permission denied"))
-    with pytest.raises(PermissionError):
+@pytest.mark.parametrize(
+    ("limit_s", "error"),
+    [(0.0, OSError(13, "denied")), (_LIMIT_S, OSError(13, "denied")), (0.0, OSError(28, "No space left on device"))],
+)
+def test_lasting_error_or_one_without_patience_is_raised_at_once(
+    caplog: pytest.LogCaptureFixture, limit_s: float, error: OSError
+) -> None:
+    time, work = VirtualClock(), Failing(error)
+    with pytest.raises(type(error), match=error.strerror):
         Patience(limit_s, time.clock).run(work, "write /store/x", Folder())
-    assert (work.tries, time.slept, told(caplog)) == (1, [], [])
-
-
-def test_without_patience_it_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
-    time, work = VirtualClock(), Failing(full())
-    with pytest.raises(OSError, match="No space"):
-        Patience(0.0, time.clock).run(work, "write /store/x", Folder())
     assert (work.tries, time.slept, told(caplog)) == (1, [], [])
 
 
@@ -107,11 +108,6 @@ def test_a_wait_ends_with_what_is_here_to_stay(caplog: pytest.LogCaptureFixture)
     assert work.tries == 2
     assert [re.split(" ", line)[0] for line in told(caplog)] == ["WARNING"]
     assert patience.waiting_since is None
-
-
-def test_a_quiet_one_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert Patience(8.0, VirtualClock().clock, quiet=True).run(Failing(full()), "write x", Folder()) == "done"
-    assert told(caplog) == []
 
 
 def test_threads_that_wait_side_by_side_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,21 +61,14 @@ def test_experiment_opens_on_its_table_of_runs(tmp_path: Path, note: str | None)
     assert all(column.removeprefix("metrics.") in documented for column in columns[2:])
 
 
-def test_run_that_is_taken_up_again_runs(uri: str) -> None:
+def test_run_is_taken_up_again_unless_it_is_gone(uri: str) -> None:
     run_id = start_run(uri, "areal", "again", {}, {})
     end_run(uri, run_id, "KILLED")
     assert resume_run(uri, run_id, {}, {})
     assert MlflowClient(uri).get_run(run_id).info.status == "RUNNING"
-
-
-def test_run_that_is_gone_is_not_taken_up_again(uri: str) -> None:
-    run_id = start_run(uri, "areal", "gone", {}, {})
     MlflowClient(uri).delete_run(run_id)
     assert not resume_run(uri, run_id, {}, {})
     assert not resume_run(uri, "0" * 32, {}, {})
-
-
-def test_failure_is_one_line_that_names_the_field(uri: str) -> None:
     with pytest.raises(TrackingError, match=r"^tracking\.uri: can't use MLflow at sqlite:.*: .*not found") as caught:
         end_run(uri, "0" * 32, "FINISHED")
     assert "\n" not in str(caught.value)
