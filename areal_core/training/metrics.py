@@ -136,16 +136,11 @@ def step_metrics(
     sampled = sum(sum(group.lengths) for group in manifest.groups)
     queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
     values = {
-        "loss/policy": stats.loss,
-        "optimizer/grad_norm": stats.grad_norm,
-        "optimizer/update_norm": stats.update_norm,
-        "optimizer/learning_rate": stats.learning_rate,
-        "optimizer/skipped_updates": stats.skipped,
+        **stats.curves,
         "staleness/token_mean": token_mean,
         "staleness/queue_mean": queued / sampled,
         "staleness/in_flight_mean": token_mean - queued / sampled,
         "staleness/token_max": max(staleness, default=0),
-        **stats.metrics,
     }
     if mismatch is not None:
         values["mismatch/k3"] = mismatch
