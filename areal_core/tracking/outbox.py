@@ -116,9 +116,9 @@ class Outbox:
         self._db.close()
 
     def log(self, rows: Iterable[MetricRow]) -> None:
-        """Queue points of curves. Raises TrackingError for a key that MLflow would refuse, once the others are queued."""
+        """Queue points of curves. A key that MLflow would refuse raises TrackingError, once the others are queued."""
         values: list[tuple[object, ...]] = []
-        refused = ""
+        refused: str | None = None
         for row in rows:
             if not _KEY.fullmatch(row.key) or posixpath.normpath(row.key) != row.key:
                 refused = row.key
@@ -129,7 +129,7 @@ class Outbox:
             "SET value = excluded.value, time_s = excluded.time_s WHERE state = 0",
             values,
         )
-        if refused:
+        if refused is not None:
             raise TrackingError(
                 f"metric key {refused!r}: must be a relative path of up to 250 letters, digits, spaces, _ - . /"
             )
