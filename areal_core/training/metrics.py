@@ -112,8 +112,7 @@ class StepMeter:
     def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
         else, every `tracking.table_every` steps, over a sample of the newest tokens whose version is still stored."""
-        training = self._config.training
-        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can hold a whole model
+        sharded = self._config.zero_stage == 3  # no rank can hold a whole model
         if stats.mismatch_kl is not None or batch.step % self._config.tracking.table_every or sharded:
             return stats.mismatch_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
