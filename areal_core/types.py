@@ -6,6 +6,7 @@ This module imports neither torch nor anything that talks to the outside.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -116,6 +117,7 @@ class Trajectory:
     reward: float | None  # None: its verifier found no result, and it is left out
     outcome: Outcome  # for the curves; training sees the reward alone
     truncated: bool = False  # it ran into the length limit
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # by curve name: means over the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,8 @@ class GroupSummary:
     prompt_tokens: int = 0  # tokens of the prompt
     checksums: tuple[int, ...] = ()  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
     unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
+    # The environment's numbers by curve name, of the trajectories that have them.
+    metrics: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
     @property
     def correct(self) -> int:

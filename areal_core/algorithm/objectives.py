@@ -9,8 +9,8 @@ not even a NaN. Only `current` and `entropy` get a gradient. Equations and their
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,19 +35,24 @@ class Tokens:
     proximal: Tensor | None = None  # None: nothing is stale, or the objective has none
     reference: Tensor | None = None  # None: the loss has no divergence from it
     entropy: Tensor | None = None  # of pi_theta where the token was sampled
+    # What algorithm.control gives for this step beside fields of AlgorithmConfig.
+    coefficients: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """The terms of an objective, and what its statistics need, [N] each; 0 or False outside the mask."""
+    """The terms of an objective, and the numbers that become curves.
+
+    `terms`, `log_ratio` and `log_weight` are [N], and 0 outside the mask.
+    """
 
     terms: Tensor  # of the objective, to be maximised; differentiable
     log_ratio: Tensor  # of the token: how far pi_theta has moved from the policy that the step started from
     log_weight: Tensor  # log r, of the importance weight before any cap, mask or clip of it
-    clipped_low: Tensor  # bool: tokens whose gradient the lower bound of the clip removed
-    clipped_high: Tensor
-    capped: Tensor  # bool: tokens whose weight was clamped to a bound
-    masked: Tensor  # bool: tokens left out because of their weight
+    # By curve name: a number a token [N], a flag a token [N], or one number []. The curve's point is the mean over all
+    # loss tokens of the step, over micro-batches and ranks; one number counts for each loss token of its micro-batch.
+    # Values outside the mask have no effect.
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict[str, "Tensor | float"])
 
 
 _LARGEST = math.exp(82.0)  # of a term: float32 holds the sum of 800 of them
@@ -119,7 +124,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     weight = log_ratio.detach().exp()
     bounded = weight.clamp(*config.clip_range)
     surrogate = _weighted(tokens, config, bounded * _score(tokens), log_ratio, None)
-    return replace(surrogate, capped=tokens.mask & (bounded != weight))
+    return _with_metrics(surrogate, {"loss/cap_fraction": bounded != weight})
 
 
 @objective
@@ -149,15 +154,19 @@ def _ppo(tokens: Tokens, config: AlgorithmConfig, log_ratio: Tensor, log_weight:
     free, bounded = ratio * advantages, ratio.clamp(*config.clip_range) * advantages
     took_effect = bounded < free
     surrogate = _weighted(tokens, config, torch.minimum(free, bounded), log_ratio, log_weight)
-    return replace(surrogate, clipped_low=took_effect & (ratio < 1), clipped_high=took_effect & (ratio > 1))
+    flags = {
+        "loss/clip_fraction": took_effect,
+        "loss/clip_low_fraction": took_effect & (ratio < 1),
+        "loss/clip_high_fraction": took_effect & (ratio > 1),
+    }
+    return _with_metrics(surrogate, flags)
 
 
 def _weighted(
     tokens: Tokens, config: AlgorithmConfig, terms: Tensor, log_ratio: Tensor, log_weight: Tensor | None
 ) -> Surrogate:
     """`terms` times w after its cap or mask; without a w as they are, and r is u."""
-    nothing = torch.zeros_like(tokens.mask)
-    capped = masked = nothing
+    capped = masked = torch.zeros_like(tokens.mask)
     if log_weight is not None:
         weight, capped, masked = _bounded_weight(log_weight, tokens.mask, config)
         terms = (weight * terms).clamp(-_LARGEST, _LARGEST)  # w and u are finite, w u may not be
@@ -165,11 +174,12 @@ def _weighted(
         terms=terms,
         log_ratio=log_ratio,
         log_weight=log_ratio.detach() if log_weight is None else log_weight,
-        clipped_low=nothing,
-        clipped_high=nothing,
-        capped=capped,
-        masked=masked,
+        metrics={"loss/cap_fraction": capped, "loss/mask_fraction": masked},
     )
+
+
+def _with_metrics(surrogate: Surrogate, metrics: Mapping[str, Tensor | float]) -> Surrogate:
+    return replace(surrogate, metrics={**surrogate.metrics, **metrics})
 
 
 def _score(tokens: Tokens) -> Tensor:

@@ -7,20 +7,24 @@ The bins are even in asinh(log r / 0.001): a quantile is exact to 1.1% of log r,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from areal_core.algorithm.divergences import k3, log_quotient
 from areal_core.algorithm.objectives import Surrogate, Tokens
+from areal_core.errors import ConfigError
 
 _UNIT = 1e-3  # nats: bins are even in log r below it, in the logarithm of log r above it
 _BINS = 1025  # odd: the middle one holds r = 1
 _REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold what lies beyond
 _WIDTH = 2 * _REACH / _BINS
+_NUMBERS = ("tokens", "weight", "weight_squared", "weight_max", "matched", "mismatch")
+_MAXIMUM = _NUMBERS.index("weight_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,13 +36,7 @@ class LossStats:
     """
 
     tokens: float = 0.0
-    clipped_low: float = 0.0  # tokens whose gradient the clip's lower bound removed
-    clipped_high: float = 0.0  # the same for its upper bound
-    capped: float = 0.0  # tokens whose weight was clamped to a bound
-    masked: float = 0.0  # tokens whose weight was outside the mask's bounds
-    entropy: float = 0.0  # of pi_theta, nats
-    kl: float = 0.0  # k3 of the token's u: how far the step has moved the policy
-    reference_kl: float = 0.0  # k3 of pi_theta against the reference policy
+    sums: dict[str, float] = field(default_factory=dict[str, float])  # of metrics, by the names of their curves
     weight: float = 0.0
     weight_squared: float = 0.0
     weight_max: float = 0.0  # the one maximum among sums
@@ -47,19 +45,21 @@ class LossStats:
     histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
 
     def __add__(self, other: LossStats) -> LossStats:
-        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        sums["weight_max"] = max(self.weight_max, other.weight_max)
-        return LossStats(**sums)
+        names = self.sums.keys() | other.sums.keys()
+        total = self.values(names) + other.values(names)
+        total[_MAXIMUM] = max(self.weight_max, other.weight_max)
+        return LossStats.from_values(total, names)
 
-    def values(self) -> NDArray[np.float64]:
-        """All fields in one row, as `from_values` takes it back."""
-        return np.array([*(getattr(self, f.name) for f in fields(self)[:-1]), *self.histogram])
+    def values(self, names: Collection[str]) -> NDArray[np.float64]:
+        """All fields in one row, with the sums of the metrics of these names, as `from_values` takes it back."""
+        sums = (self.sums.get(name, 0.0) for name in sorted(names))
+        return np.array([*(getattr(self, name) for name in _NUMBERS), *sums, *self.histogram])
 
     @classmethod
-    def from_values(cls, values: NDArray[np.float64]) -> LossStats:
-        names = [f.name for f in fields(cls)[:-1]]
-        numbers = dict(zip(names, values[: len(names)].tolist(), strict=True))
-        return cls(**numbers, histogram=values[len(names) :])
+    def from_values(cls, values: NDArray[np.float64], names: Collection[str]) -> LossStats:
+        numbers, sums, histogram = np.split(values, np.cumsum((len(_NUMBERS), len(names))))
+        named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+        return cls(**named, sums=dict(zip(sorted(names), sums.tolist(), strict=True)), histogram=histogram)
 
     @property
     def ess(self) -> float:
@@ -76,19 +76,9 @@ class LossStats:
 
     def metrics(self) -> dict[str, float]:
         """Means, quantiles and the maximum by the names of their curves (docs/metrics.md). Needs a token."""
-        sums = {
-            "loss/clip_fraction": self.clipped_low + self.clipped_high,
-            "loss/clip_low_fraction": self.clipped_low,
-            "loss/clip_high_fraction": self.clipped_high,
-            "loss/cap_fraction": self.capped,
-            "loss/mask_fraction": self.masked,
-            "loss/approx_kl": self.kl,
-            "loss/reference_kl": self.reference_kl,
-            "policy/entropy": self.entropy,
-        }
         quantiles = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
         return {
-            **{name: total / self.tokens for name, total in sums.items()},
+            **{name: total / self.tokens for name, total in self.sums.items()},
             **{f"policy/importance_weight_{name}": self.weight_quantile(share) for name, share in quantiles.items()},
             "policy/importance_weight_max": self.weight_max,
             "policy/ess": self.ess,
@@ -103,21 +93,35 @@ def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> Loss
     matched = mask & (tokens.staleness == 0) if untouched or tokens.proximal is not None else nothing
     log_weight = surrogate.log_weight.double()  # engines agree to 1e-6: in float32 k3 would be rounding error
     weight = torch.where(mask, log_weight.exp(), 0.0)
-    sums = (
+    metrics = {
+        "loss/approx_kl": k3(surrogate.log_ratio.double()),  # of u: how far the step has moved the policy
+        "loss/reference_kl": nothing
+        if tokens.reference is None
+        else k3(-log_quotient(tokens.current, tokens.reference, mask).double()),
+        "policy/entropy": nothing if tokens.entropy is None else tokens.entropy,
+        **surrogate.metrics,
+    }
+    columns = (
         mask,
-        surrogate.clipped_low,
-        surrogate.clipped_high,
-        surrogate.capped,
-        surrogate.masked,
-        nothing if tokens.entropy is None else torch.where(mask, tokens.entropy, 0.0),
-        k3(surrogate.log_ratio.double()),
-        nothing if tokens.reference is None else k3(-log_quotient(tokens.current, tokens.reference, mask).double()),
         weight,
         weight.square(),
         torch.cat((weight, weight.new_zeros(1))).max(),
         matched,
         k3(log_quotient(own, tokens.behaviour, matched).double()),
+        *(_of_tokens(name, metrics[name], mask) for name in sorted(metrics)),
     )
     bins = (torch.asinh(log_weight[mask] / _UNIT) / _WIDTH + _BINS / 2).floor().long().clamp(0, _BINS - 1)
-    row = torch.cat((torch.stack([value.double().sum() for value in sums]), bins.bincount(minlength=_BINS).double()))
-    return LossStats.from_values(row.cpu().numpy())
+    sums = torch.stack([column.double().sum() for column in columns])
+    row = torch.cat((sums, bins.bincount(minlength=_BINS).double()))
+    return LossStats.from_values(row.cpu().numpy(), metrics)
+
+
+def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
+    """A metric's number for each token, [N]; 0 outside the mask."""
+    values = torch.as_tensor(values, device=mask.device)
+    if values.shape not in (mask.shape, ()):
+        raise ConfigError(
+            f"algorithm.objective: metric {name} must be a number, or a tensor of one number for each of the "
+            f"{len(mask)} tokens, got shape {list(values.shape)}"
+        )
+    return torch.where(mask, values, 0.0)

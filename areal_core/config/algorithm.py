@@ -26,6 +26,19 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "reinforce": Objective(),
 }
 _IMPORTED = Objective()  # a function that is named by its import path
+CONTROLS = {  # by AlgorithmConfig.control; the classes are in algorithm.control
+    "constant": "the coefficients of the configuration in every step",
+    "adaptive_kl": "kl_coef follows kl_target",
+}
+STEP_COEFFICIENTS = (  # fields that a control may change
+    "clip_eps",
+    "clip_eps_high",
+    "behaviour_cap",
+    "behaviour_mask_low",
+    "behaviour_mask_high",
+    "kl_coef",
+    "entropy_coef",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,9 @@ class AlgorithmConfig:
     kl_coef: float = bounded(0.0, low=0.0)  # of the divergence from version 0; 0: no pass over version 0 is made
     kl_estimator: str = choice("k3", "k1", "k2", "k3")
     entropy_coef: float = bounded(0.0, low=0.0)  # of a bonus for the policy's entropy
+    control: str = "constant"  # of coefficients from step to step: one of CONTROLS, or "package.module:function"
+    kl_target: float = bounded(0.01, above=0.0)  # adaptive_kl: the divergence from version 0, nats a token
+    kl_horizon: float = bounded(10.0, low=1.0)  # adaptive_kl: steps; 1 / K_beta of the paper
     truncated: str = choice("wrong", "wrong", "mask")  # what becomes of a completion that was cut off
     reward_correct: float = 1.0
     reward_wrong: float = 0.0
@@ -80,8 +96,11 @@ class AlgorithmConfig:
 
 
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
-    """Raises ConfigError for an unknown objective, and for fields that can't go together."""
+    """Raises ConfigError for an unknown objective or control, and for fields that can't go together."""
     check_name("algorithm.objective", config.objective, OBJECTIVES)
+    check_name("algorithm.control", config.control, CONTROLS)
+    if config.control == "adaptive_kl" and not config.kl_coef:
+        raise ConfigError("algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0")
     if config.group_size == 1 and config.advantage not in ("batch", "batch_tokens"):
         raise ConfigError(
             f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"

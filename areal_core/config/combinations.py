@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_core.config import algorithm
+from areal_core.config.engines import TRAINING_ENGINES, TrainingTraits, known_generation, names
 from areal_core.config.fields import check_length
 from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
@@ -93,15 +94,16 @@ def _check_programs(config: RunConfig) -> None:
 
 
 def _check_engines(config: RunConfig) -> None:
-    if config.emulated != (config.training.engine == "emulated"):
-        wanted = "emulated" if config.emulated else "torch"
+    if config.emulated != TRAINING_ENGINES.get(config.training.engine, TrainingTraits()).emulates:
+        wanted = names(TRAINING_ENGINES, "emulates", config.emulated)
         raise ConfigError(
             f"training.engine: must be {wanted} with generation.engine={config.generation.engine}, "
             f"got {config.training.engine!r}"
         )
-    if config.training.engine != "deepspeed" and config.training.zero_stage != TrainingConfig.zero_stage:
+    if config.training.zero_stage != TrainingConfig.zero_stage and not config.training_traits.shards:
         raise ConfigError(
-            f"training.zero_stage: needs training.engine=deepspeed, got {config.training.zero_stage} with "
+            f"training.zero_stage: needs an engine whose ranks partition its state (training.engine="
+            f"{names(TRAINING_ENGINES, 'shards')}), got {config.training.zero_stage} with "
             f"training.engine={config.training.engine}"
         )
 
@@ -118,10 +120,10 @@ def _check_lora(config: RunConfig) -> None:
             f"got {unknown[0]!r}"
         )
     generation = config.generation
-    if generation.engine == "vllm" and generation.interruption == "keep":
+    if generation.interruption == "keep" and not known_generation(generation.engine).swaps_adapters:
         raise ConfigError(
             "generation.interruption: must be recompute, resubmit or wait with training.lora and "
-            "generation.engine=vllm, whose requests keep the adapter that they began with, got 'keep'"
+            f"generation.engine={generation.engine}, whose requests keep the adapter that they began with, got 'keep'"
         )
 
 

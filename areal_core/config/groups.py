@@ -8,28 +8,18 @@ import ipaddress
 import shlex
 from dataclasses import dataclass, field
 
+from areal_core.config.engines import GENERATION_ENGINES, TRAINING_ENGINES, known_generation
 from areal_core.config.fields import LARGEST_SEED, bounded, check_length, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
 
-GENERATION_ENGINES = {
-    "embedded": "this package's, on a core or a GPU",
-    "vllm": "vLLM's own server",
-    "emulated": "emulated accelerators: time passes and nothing is computed",
-}
-TRAINING_ENGINES = {
-    "torch": "every rank holds all of the state",
-    "deepspeed": "ranks partition the state",
-    "emulated": "emulated accelerators: time passes and nothing is computed",
-}
 TASKS = {  # and the verifier that their gold answers are written for
     "arithmetic": "exact_match",
     "rows": "mathematics",
     "reasoning_gym": "reasoning_gym",
 }
 MLFLOW_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, are for them"
-_VLLM_TEMPERATURE = 2.0
 _EXPERIMENT_BYTES = 250  # MLflow's databases take 256 characters
 
 
@@ -181,10 +171,8 @@ class GenerationConfig:
 
     def check(self) -> None:
         check_name("generation.engine", self.engine, GENERATION_ENGINES)
-        if self.engine == "vllm" and self.temperature > _VLLM_TEMPERATURE:
-            raise ConfigError(
-                f"generation.temperature: vLLM takes {_VLLM_TEMPERATURE:g} at most, got {self.temperature:g}"
-            )
+        if self.temperature > (most := known_generation(self.engine).max_temperature):
+            raise ConfigError(f"generation.temperature: {self.engine} takes {most:g} at most, got {self.temperature:g}")
         try:
             shlex.split(self.vllm.arguments)
         except ValueError as error:
@@ -287,7 +275,7 @@ class EvaluationConfig:
         check_name(
             "evaluation.engine",
             self.engine,
-            {name: why for name, why in GENERATION_ENGINES.items() if name != "emulated"},
+            {name: traits for name, traits in GENERATION_ENGINES.items() if not traits.emulates},
         )
 
 

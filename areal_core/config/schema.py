@@ -17,6 +17,13 @@ from typing import Any
 
 from areal_core.config import combinations
 from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.engines import (
+    GenerationTraits,
+    TrainingTraits,
+    generation_traits,
+    known_generation,
+    training_traits,
+)
 from areal_core.config.fields import LARGEST_SEED, bounded, build, choice
 from areal_core.config.groups import (
     EmulationConfig,
@@ -86,7 +93,28 @@ class RunConfig:
     @property
     def emulated(self) -> bool:
         """Whether accelerators are emulated: their time passes, nothing is generated or learnt."""
-        return self.generation.engine == "emulated"
+        return known_generation(self.generation.engine).emulates
+
+    @property
+    def generation_traits(self) -> GenerationTraits:
+        """Capabilities of the generation engine. Raises ConfigError for an import path that can't be imported."""
+        return generation_traits("generation.engine", self.generation.engine)
+
+    @property
+    def evaluation_traits(self) -> GenerationTraits:
+        """Those of the engine that scores versions."""
+        field = "evaluation.engine" if self.evaluation.servers else "generation.engine"
+        return generation_traits(field, self.evaluation_engine)
+
+    @property
+    def training_traits(self) -> TrainingTraits:
+        """Capabilities of the training engine. Raises ConfigError for an import path that can't be imported."""
+        return training_traits(self.training.engine)
+
+    @property
+    def zero_stage(self) -> int:
+        """What ranks partition (ZeRO): 0 nothing, 1 moments, 2 gradients too, 3 weights too."""
+        return self.training.zero_stage if self.training_traits.shards else 0
 
     @property
     def evaluated(self) -> bool:
@@ -103,7 +131,7 @@ class RunConfig:
         """Processes that serve the evaluator alone. It steps one embedded engine on a core itself: requests between two
         processes would cost as much again as their tokens."""
         its = self.evaluation
-        itself = its.servers == 1 and its.engine == "embedded" and its.accelerator == "cpu"
+        itself = its.servers == 1 and its.accelerator == "cpu" and known_generation(its.engine).in_process
         return 0 if itself else its.servers
 
     @property
@@ -208,7 +236,7 @@ class RunConfig:
 
     def _devices_of(self, engine: str) -> int:
         vllm = self.generation.vllm
-        return vllm.tensor_parallel * vllm.data_parallel if engine == "vllm" else 1
+        return vllm.tensor_parallel * vllm.data_parallel if known_generation(engine).own_server else 1
 
     @property
     def interruption(self) -> str:

@@ -102,6 +102,11 @@ class Recorder:
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
             },
         )
+        own: dict[str, list[float]] = {}
+        for group in groups:
+            for name, numbers in group.metrics.items():
+                own.setdefault(name, []).extend(numbers)
+        self.log(step, {name: sum(numbers) / len(numbers) for name, numbers in own.items()})
         if self._batch_metrics is not None:
             with self._tracking():
                 self.log(step, self._own_metrics(self._batch_metrics, groups))

@@ -77,13 +77,17 @@ class Setting:
             raise RewardError(f"the verifier found no result: {verdict.outcome}")
         return verdict
 
-    def trajectory(self, segments: Sequence[Segment], verdict: Verdict, last: Completion) -> Trajectory:
-        """A trajectory that ends with this completion, and with the reward for this verdict."""
+    def trajectory(
+        self, segments: Sequence[Segment], verdict: Verdict, last: Completion, **metrics: float
+    ) -> Trajectory:
+        """A trajectory that ends with this completion, and with the reward for this verdict. `metrics` become curves
+        under environment/."""
         return Trajectory(
             segments=tuple(segments),
             reward=self.reward(verdict.score),
             outcome=verdict.outcome,
             truncated=last.finish_reason == "length",
+            metrics={f"environment/{name}": value for name, value in metrics.items()},
         )
 
     @functools.cached_property

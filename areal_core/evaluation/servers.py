@@ -206,7 +206,7 @@ def _engine(run: RunDir, config: RunConfig) -> ServedEngine:
     spec = read_spec(folder)
     context = min(spec.context, task.max_prompt_tokens + task.max_new_tokens)
     return make_engine(
-        "embedded",
+        config.evaluation.engine,
         Path(folder),
         spec,
         {"slots": config.evaluation.slots, "context": context, "version": 0, "deterministic": True, "device": "cpu"},

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from areal_core.config.engines import TRAINING_ENGINES, names
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
@@ -124,8 +125,12 @@ def _training_remedy(config: RunConfig, spec: ModelSpec, state: Parts, run: Part
                 f"one rank holds a trajectory of {longest} tokens, prompt included, as a whole: at most {fitting} fit; "
                 f"lower it to {fitting - prompt}, and training.microbatch_tokens to {fitting}"
             )
-    if training.engine == "torch":
-        return "training.engine", "every rank of torch's has all of it; deepspeed shares it out among several"
+    if not config.training_traits.shards:
+        sharding = names(TRAINING_ENGINES, "shards")
+        return (
+            "training.engine",
+            f"every rank of {training.engine} has all of it; {sharding} shares it out among several",
+        )
     less = " or lower microbatch_tokens" if in_pass else ""
     if training.zero_stage < 3:
         return "training.zero_stage", f"raise zero_stage or ranks{less}"
@@ -145,7 +150,7 @@ def _fitting_tokens(config: RunConfig, spec: ModelSpec, available: float) -> int
 def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
     """Completions of full length, prompt included, that the KV cache of one server holds at once. vLLM's cache takes
     what is left of `generation.vllm.memory_share`; the embedded engine has one completion for every slot."""
-    if config.generation.engine != "vllm":
+    if not config.generation_traits.own_server:
         return config.generation.slots
     vllm = config.generation.vllm
     left = vllm.memory_share * memory - sum(_with_margin(server_state(config, spec), memory).values())
@@ -154,7 +159,7 @@ def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
 
 def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
     """What a server needs: it must hold one completion of full length at the least."""
-    vllm = config.generation.engine == "vllm"
+    vllm = config.generation_traits.own_server
     completions = 1 if vllm else config.generation.slots
     parts = server_state(config, spec) | {"cache": completions * completion_bytes(config, spec)}
     return Need(
@@ -170,11 +175,11 @@ def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run
     """Synchronous mode: a rank and a server on one GPU. Asleep, a vLLM server has given weights and KV cache back, but
     the rank keeps its state while the server generates; awake, both have all of theirs all the time. The embedded
     engine never gives anything back."""
-    if config.generation.engine == "vllm":
+    if config.generation_traits.own_server:
         served = config.generation.vllm.memory_share * memory
     else:
         served = sum(_server(config, spec, memory).parts.values()) - MARGIN * memory
-    if not config.sleeps or config.generation.engine != "vllm":
+    if not config.sleeps or not config.generation_traits.sleeps:
         parts, advice = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
         yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=advice)
         return

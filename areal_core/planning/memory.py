@@ -42,8 +42,8 @@ def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = Fals
     """
     ranks, count = config.training_ranks, trained_parameters(config, spec)
     frozen = 0 if config.training.lora.rank is None else spec.parameters
-    stage, number = _stage(config), _number(config)
-    rounds = number < _FLOAT and config.training.engine == "deepspeed" and stage == 0
+    stage, number = config.zero_stage, _number(config)
+    rounds = number < _FLOAT and config.training_traits.shards and stage == 0
     mixed = number < _FLOAT and not rounds
     gradients = _FLOAT + (number if mixed and stage < 2 else 0)
     optimiser = _FLOAT * (3 if mixed or stage else 2)
@@ -78,9 +78,9 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
         activations = spec.layers * tokens * spec.hidden_size * number + max(layer + backward, head)
     else:
         activations = spec.layers * layer + max(backward, head)
-    changed = trained_parameters(config, spec) / (config.training_ranks if _stage(config) else 1)
-    at_once = min(changed, _SUB_GROUP) if _stage(config) == 3 else changed
-    update = _FLOAT * at_once * (1 if training.engine == "torch" else 2)
+    changed = trained_parameters(config, spec) / (config.training_ranks if config.zero_stage else 1)
+    at_once = min(changed, _SUB_GROUP) if config.zero_stage == 3 else changed
+    update = _FLOAT * at_once * (2 if config.training_traits.shards else 1)
     peak = {"update": update} if update > activations else {"activations": activations}
     return peak | {"collectives": _collectives(config, spec)}
 
@@ -129,18 +129,13 @@ def layer_parameters(spec: ModelSpec) -> int:
 def _collectives(config: RunConfig, spec: ModelSpec) -> float:
     """DeepSpeed: two buckets of numbers whose sum over the ranks is under way, and one of them in float32. ZeRO 3 has
     gathered weights beside: those of two parts (layers, a vocabulary matrix), or as many as it may keep."""
-    if config.training.engine != "deepspeed":
+    if not config.training_traits.shards:
         return 0.0
     number = _number(config)
     buckets = (2.0 * number + _FLOAT) * min(_BUCKET, trained_parameters(config, spec))
     layer, vocabulary = layer_parameters(spec), spec.vocab_size * spec.hidden_size
     gathered = min(spec.parameters, max(_LIVE, layer + max(layer, vocabulary)))
-    return buckets + (number * gathered if _stage(config) == 3 else 0)
-
-
-def _stage(config: RunConfig) -> int:
-    """The ZeRO stage; 0 for the torch engine, which partitions nothing."""
-    return config.training.zero_stage if config.training.engine == "deepspeed" else 0
+    return buckets + (number * gathered if config.zero_stage == 3 else 0)
 
 
 def _number(config: RunConfig) -> int:
@@ -168,7 +163,7 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
     """
     number, degree, slots = _served_number(config), _degree(config), config.generation.slots
     weights = number * spec.parameters / degree
-    if config.generation.engine != "vllm":
+    if not config.generation_traits.own_server:
         return {"weights": 2 * weights, "step": 24.0 * slots * spec.vocab_size}
     width = 3 * spec.intermediate_size / degree + 4 * spec.hidden_size
     step = _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size
@@ -184,9 +179,9 @@ def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def _degree(config: RunConfig) -> int:
-    return config.generation.vllm.tensor_parallel if config.generation.engine == "vllm" else 1
+    return config.generation.vllm.tensor_parallel if config.generation_traits.own_server else 1
 
 
 def _served_number(config: RunConfig) -> int:
     """Bytes of a weight and of a number in the cache. A model's own type is taken to be a half-precision one."""
-    return _FLOAT if config.generation.engine != "vllm" or config.generation.vllm.dtype == "float32" else 2
+    return 2 if config.generation_traits.own_server and config.generation.vllm.dtype != "float32" else _FLOAT

@@ -22,7 +22,7 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
             f"generation.vllm.tensor_parallel: a server takes {config.devices_per_server} GPUs "
             f"(tensor_parallel x data_parallel) of one machine, which has {per_host}"
         )
-    if config.generation.engine == "vllm":
+    if config.generation_traits.own_server:
         _check_heads(config.generation.vllm.tensor_parallel, spec)
 
 
@@ -31,7 +31,7 @@ def _check_machines(config: RunConfig, per_host: int) -> None:
     if config.launch.devices % per_host:
         raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {config.launch.devices}")
     vllm = config.generation.vllm
-    if config.generation.engine == "vllm" and per_host % vllm.tensor_parallel:
+    if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
         raise ConfigError(
             f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
             f"got {vllm.tensor_parallel}"

@@ -84,7 +84,14 @@ class GroupRollout:
     def _scored(self, trajectories: Sequence[Trajectory]) -> ScoredGroup:
         prompt = _common_prompt(trajectories, self._n)
         rests = [_rest(trajectory) for trajectory in trajectories]
-        rewards = [_reward(trajectory) for trajectory in trajectories]
+        rewards = [
+            None if trajectory.reward is None else _number("a reward", trajectory.reward, " or None")
+            for trajectory in trajectories
+        ]
+        metrics: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for name, value in trajectory.metrics.items():
+                metrics.setdefault(name, []).append(_number(f"metric {name}", value))
         if all(reward is None for reward in rewards):
             raise RewardError("the verifier found no result for any completion of the group")
         payload = GroupPayload(
@@ -111,6 +118,7 @@ class GroupRollout:
             outcomes=dict(Counter(Outcome(trajectory.outcome) for trajectory in trajectories)),
             truncated=tuple(payload.truncated.tolist()),
             unused_tokens=self._policy.sampled_tokens - len(versions),
+            metrics={name: tuple(values) for name, values in metrics.items()},
         )
         return ScoredGroup(payload=packed, summary=summary)
 
@@ -216,14 +224,12 @@ def _rest(trajectory: Trajectory) -> Segment:
     )
 
 
-def _reward(trajectory: Trajectory) -> float | None:
-    """Python's own number, whatever kind of number the environment has given."""
-    if trajectory.reward is None:
-        return None
+def _number(what: str, value: object, otherwise: str = "") -> float:
+    """Python's own number, whatever kind of number the environment has given. Raises RewardError."""
     try:
-        reward = float(trajectory.reward)
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise RewardError(f"environment: a reward must be a finite number or None, got {trajectory.reward!r:.200}")
-    return reward
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(f"environment: {what} must be a finite number{otherwise}, got {value!r:.200}")
+    return number

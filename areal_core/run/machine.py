@@ -30,17 +30,14 @@ def check_packages(config: RunConfig, roles: Collection[str]) -> None:
 
 def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Package, the role that imports it, the setting that asks for it."""
-    generation, training = config.generation.engine, config.training.engine
-    if generation == "embedded":
-        yield "torch", "generation", "generation.engine=embedded"
-        if config.launch.accelerator == "cpu":
-            yield "numba", "generation", "generation.engine=embedded"
-    if config.evaluated and config.evaluation.servers and config.evaluation.engine == "embedded":
-        yield "numba", HEAD, "evaluation.engine=embedded"
-    if training in ("torch", "deepspeed"):
-        yield "torch", "trainer", f"training.engine={training}"
-    if training == "deepspeed":
-        yield "deepspeed", "trainer", "training.engine=deepspeed"
+    generation, evaluation = config.generation, config.evaluation
+    for package in config.generation_traits.on(config.launch.accelerator):
+        yield package, "generation", f"generation.engine={generation.engine}"
+    if config.evaluated and evaluation.servers:
+        for package in config.evaluation_traits.on(evaluation.accelerator):
+            yield package, HEAD, f"evaluation.engine={evaluation.engine}"
+    for package in config.training_traits.packages:
+        yield package, "trainer", f"training.engine={config.training.engine}"
     if config.tracking.enabled:
         yield "mlflow", HEAD, "tracking.enabled=true"
     if config.storage.url.startswith("s3://"):

@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+from areal_core.config.engines import GENERATION_ENGINES, names
 from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.registry import open_environment
@@ -45,7 +46,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         found = len(visible_gpus())
         if found < config.launch.devices:
             raise ConfigError(f"launch.devices: must be at most {found}, the visible GPUs, got {config.launch.devices}")
-    if "vllm" in (config.generation.engine, config.evaluated and config.evaluation_engine):
+    if config.generation_traits.own_server or (config.evaluated and config.evaluation_traits.own_server):
         try:
             check_installed(interpreter(config.generation.vllm.python))
         except ProcessError as error:
@@ -121,12 +122,13 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
     """What only transformers' module trains is served by vLLM, or an engine of the user's."""
-    engines = {"generation": config.generation.engine}
+    engines = {"generation": (config.generation.engine, config.generation_traits)}
     if config.evaluated:
-        engines["evaluation"] = config.evaluation_engine
-    for field, engine in engines.items():
-        if engine == "embedded":
-            raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
+        engines["evaluation"] = config.evaluation_engine, config.evaluation_traits
+    for field, (engine, traits) in engines.items():
+        if not traits.any_model:
+            wanted = names(GENERATION_ENGINES, "own_server")
+            raise ConfigError(f"{field}.engine: must be {wanted} for {folder}, got {engine!r}, for which {why}")
 
 
 def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSource:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from areal_core.config.groups import GENERATION_ENGINES
+from areal_core.config.engines import known_generation
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.evaluation.servers import ROLE as EVALUATION
@@ -126,7 +126,7 @@ def _generation(
 
     def argv(index: int) -> list[str]:
         where = ("--host", address, "--slots", generation.slots)
-        if generation.engine == "vllm":
+        if known_generation(generation.engine).own_server:
             sleeps = ["--sleep"] if config.sleeps else []
             return _vllm(run, config, "generation", index, *where, *sleeps)
         deterministic = ["--deterministic"] if generation.deterministic else []
@@ -156,7 +156,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
 
     def argv(index: int) -> list[str]:
         where = ("--host", LOOPBACK, "--slots", evaluation.slots)
-        if evaluation.engine == "vllm":
+        if known_generation(evaluation.engine).own_server:
             return _vllm(run, config, EVALUATION, index, *where)
         device = ("--device", evaluation.accelerator, "--deterministic")
         return _embedded(run, config, EVALUATION, index, evaluation.engine, *where, *device)
@@ -192,7 +192,7 @@ def _embedded(run: RunDir, config: RunConfig, role: str, index: int, engine: str
         "areal_core.generation.server.routes",
         *_served(run, config, role, index),
         *("--timeline", run.timeline_file(role, index)),
-        *([] if engine in GENERATION_ENGINES else ["--engine", engine]),
+        *("--engine", engine),
         *options,
     )
 

@@ -116,19 +116,23 @@ class Outbox:
         self._db.close()
 
     def log(self, rows: Iterable[MetricRow]) -> None:
-        """Queue points of curves. Raises TrackingError for a key that MLflow would refuse."""
+        """Queue points of curves. A key that MLflow would refuse raises TrackingError, once the others are queued."""
         values: list[tuple[object, ...]] = []
+        refused: str | None = None
         for row in rows:
             if not _KEY.fullmatch(row.key) or posixpath.normpath(row.key) != row.key:
-                raise TrackingError(
-                    f"metric key {row.key!r}: must be a relative path of up to 250 letters, digits, spaces, _ - . /"
-                )
+                refused = row.key
+                continue
             values.append((self._run, row.key, row.step, None if math.isnan(row.value) else row.value, row.time_s))
         self._write(
             "INSERT INTO metrics (run, key, step, value, time_s) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
             "SET value = excluded.value, time_s = excluded.time_s WHERE state = 0",
             values,
         )
+        if refused is not None:
+            raise TrackingError(
+                f"metric key {refused!r}: must be a relative path of up to 250 letters, digits, spaces, _ - . /"
+            )
 
     def document(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         """Queue a document. Another one of the same kind and step replaces it, sent or not. By kind, `data` holds:

@@ -112,8 +112,7 @@ class StepMeter:
     def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
         else, every `tracking.table_every` steps, over a sample of the newest tokens whose version is still stored."""
-        training = self._config.training
-        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can hold a whole model
+        sharded = self._config.zero_stage == 3  # no rank can hold a whole model
         if stats.mismatch_kl is not None or batch.step % self._config.tracking.table_every or sharded:
             return stats.mismatch_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
@@ -136,16 +135,11 @@ def step_metrics(
     sampled = sum(sum(group.lengths) for group in manifest.groups)
     queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
     values = {
-        "loss/policy": stats.loss,
-        "optimizer/grad_norm": stats.grad_norm,
-        "optimizer/update_norm": stats.update_norm,
-        "optimizer/learning_rate": stats.learning_rate,
-        "optimizer/skipped_updates": stats.skipped,
+        **stats.curves,
         "staleness/token_mean": token_mean,
         "staleness/queue_mean": queued / sampled,
         "staleness/in_flight_mean": token_mean - queued / sampled,
         "staleness/token_max": max(staleness, default=0),
-        **stats.metrics,
     }
     if mismatch is not None:
         values["mismatch/k3"] = mismatch

@@ -26,7 +26,7 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
     names = dict(re.findall(r"(\w+\.\w+)=(my_\w+:\w+)", text))
-    assert len(examples) == len(names) == 7
+    assert len(examples) == len(names) == 8
     for name, code in examples:
         (tmp_path / name).write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{PAGE.parents[1]}")
@@ -39,6 +39,7 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     changed = {
         "model": {"path": str(_talking_model(tmp_path / "model")), "context": 512},
         "task": groups["task"] | limits,
+        "algorithm": groups["algorithm"] | {"entropy_coef": 0.01},
         "training": groups["training"] | {"steps": STEPS},
     }
     config = tiny(tmp_path / "state", warm=False, **groups | changed)
@@ -47,8 +48,10 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     requests = run.log_file("generation", 0).read_text()
     assert len(re.findall(r"^group-\d+-0: \d+ tokens, 4 completions$", requests, re.M)) >= STEPS * 8
     with sqlite3.connect(run.outbox) as outbox:
-        points = dict(outbox.execute("SELECT step, value FROM metrics WHERE key = 'mine/share_of_long'").fetchall())
-    assert set(points) == set(range(1, STEPS + 1))
+        points = outbox.execute("SELECT key, step FROM metrics WHERE key GLOB 'mine/*' OR key GLOB 'control/*'")
+        curves = {"mine/share_of_long", "mine/price_of_length", "mine/price", "mine/far"}
+        curves |= {"control/learning_rate", "control/entropy_coef"}
+        assert set(points) == {(curve, step) for curve in curves for step in range(1, STEPS + 1)}
 
 
 def _talking_model(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from areal_core.config.engines import known_generation
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 
@@ -78,7 +79,7 @@ def owned(config: RunConfig, share: Share) -> Owned:
     """What belongs to a share that is settled."""
     if share.role == GENERATION:
         processes = [f"generation-{index}" for index in share.indices]
-        vllm = config.generation.engine == "vllm"  # whose timelines the controller writes
+        vllm = known_generation(config.generation.engine).own_server  # whose timelines the controller writes
         logs = [*processes, *(f"vllm-{index}" for index in share.indices if vllm)]
         timelines = [] if vllm else processes
     elif share.role == REWARDS:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -156,6 +156,14 @@ class RankGroup:
         largest = torch.from_numpy(values.copy())
         self._reduce(largest, dist.ReduceOp.MAX)
         return largest.numpy()
+
+    def union(self, names: Collection[str]) -> list[str]:
+        """Collective. The names that any rank has, sorted. A name holds no line break."""
+        text = "\n".join(names).encode()
+        row = np.zeros((self.size, int(self.all_reduce_max(np.array([len(text)]))[0])))
+        row[self.rank, : len(text)] = list(text)
+        found = self.all_reduce_sum(row).astype(np.uint8)
+        return sorted({name for one in found for name in one.tobytes().rstrip(b"\0").decode().split("\n") if name})
 
     def close(self) -> None:
         """Leave the group. Nothing may refer to it then: its threads end with it, and one that still frees a tensor as

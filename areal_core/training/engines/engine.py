@@ -118,7 +118,21 @@ class StepStats:
     loss_tokens: int
     trained_tokens: int = 0  # of these, the ones of completions that have a gradient
     mismatch_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
-    metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by their names in docs/metrics.md
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by the names of their curves
+
+    @property
+    def curves(self) -> dict[str, float]:
+        """The points of the step's curves, by their names in docs/metrics.md."""
+        mismatch = {} if self.mismatch_kl is None else {"mismatch/k3": self.mismatch_kl}
+        return {
+            **self.metrics,
+            "loss/policy": self.loss,
+            "optimizer/grad_norm": self.grad_norm,
+            "optimizer/update_norm": self.update_norm,
+            "optimizer/learning_rate": self.learning_rate,
+            "optimizer/skipped_updates": self.skipped,
+            **mismatch,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +140,7 @@ class EngineState:
     """All that an engine's next steps depend on; the same on every rank."""
 
     arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG; parts of them are flat
-    scalars: dict[str, int]  # fit for JSON
+    scalars: dict[str, Any]  # numbers, text and groups of them, fit for JSON
     # Of whole arrays, where parts of them may be here.
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 

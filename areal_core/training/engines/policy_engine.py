@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_core.algorithm.control import StepCoefficients, make_control, step_coefficients
 from areal_core.algorithm.divergences import k3
 from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import Tokens, find_objective
@@ -40,9 +41,9 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # kinds of arrays in a sa
 _SUMMED = 2**12  # squares that are added up in float32
 
 
-def learning_rate(config: TrainingConfig, update: int) -> float:
-    """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then constant."""
-    return config.learning_rate * min(1.0, (update + 1) / max(1, config.warmup_steps))
+def learning_rate(peak: float, warmup_steps: int, update: int) -> float:
+    """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then `peak`."""
+    return peak * min(1.0, (update + 1) / max(1, warmup_steps))
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
@@ -90,6 +91,7 @@ class PolicyEngine(ABC):
         check_weights(spec, weights)
         find_objective(algorithm.objective)  # an unknown one is refused now, not in the first step
         self.spec, self.training, self.algorithm = spec, training, algorithm
+        self.control = make_control(algorithm, training)
         self.temperature = temperature
         self.ranks = ranks or RankGroup()
         self.device = torch.device(device)
@@ -162,7 +164,7 @@ class PolicyEngine(ABC):
         arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
         for kind in (WEIGHT, *MOMENTS):
             arrays |= {f"{kind}/{name}": values for name, values in self.held(kind).items()}
-        return EngineState(arrays=arrays, scalars={"updates": self.updates})
+        return EngineState(arrays=arrays, scalars={"updates": self.updates, "control": dict(self.control.state)})
 
     def load_state(self, state: EngineState) -> None:
         names = {f"{kind}/{name}": shape for kind in (WEIGHT, *MOMENTS) for name, shape in self.shapes.items()}
@@ -175,6 +177,7 @@ class PolicyEngine(ABC):
         for kind in (WEIGHT, *MOMENTS):
             self.put(kind, {name: torch.from_numpy(state.arrays[f"{kind}/{name}"]) for name in self.shapes})
         self.updates = state.scalars["updates"]
+        self.control.state = dict(state.scalars["control"])
         torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -196,6 +199,7 @@ class PolicyEngine(ABC):
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         assert proximal is None or self.algorithm.takes_proximal
+        coefficients = step_coefficients(self.control, batch.step)
         reference = self.reference_logprobs(batch) if self.algorithm.kl_coef else None
         columns = _columns(batch, proximal, reference)
         shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
@@ -209,8 +213,11 @@ class PolicyEngine(ABC):
             if not denominator:
                 continue  # all its completions are masked out, on every rank
             own = proximal is not None and number == 0
-            loss, sums = self._accumulate(columns, microbatches, denominator, own_proximal=own, untouched=not losses)
-            update = self._update(batch.step, loss)
+            loss, sums = self._accumulate(
+                columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not losses
+            )
+            rate = learning_rate(coefficients.learning_rate, self.training.warmup_steps, self.updates)
+            update = self._update(batch.step, loss, rate)
             if update is None:
                 skipped += 1
                 continue
@@ -221,18 +228,23 @@ class PolicyEngine(ABC):
             changes.append(change)
         totals = self.all_reduce_sum(np.array(losses, np.float64)).tolist()
         stats = self._merged(stats)
-        return StepStats(
+        done = StepStats(
             loss=_mean(totals),
             grad_norm=_mean(norms),
             update_norm=_mean(changes),
-            learning_rate=learning_rate(self.training, max(self.updates - 1, 0)),
+            learning_rate=learning_rate(
+                coefficients.learning_rate, self.training.warmup_steps, max(self.updates - 1, 0)
+            ),
             updates=len(totals),
             skipped=skipped,
             loss_tokens=int(sum(loss_tokens)),
             trained_tokens=int(stats.tokens),
             mismatch_kl=stats.mismatch / stats.matched if stats.matched else None,
-            metrics=stats.metrics() if stats.tokens else {},
+            metrics=(stats.metrics() if stats.tokens else {})
+            | {f"control/{name}": value for name, value in coefficients.given.items()},
         )
+        self.control.observe(done.curves)
+        return done
 
     @torch.no_grad()
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
@@ -339,6 +351,7 @@ class PolicyEngine(ABC):
         columns: Mapping[str, NDArray[Any]],
         microbatches: Sequence[Packed],
         denominator: float,
+        coefficients: StepCoefficients,
         *,
         own_proximal: bool,
         untouched: bool,
@@ -353,10 +366,15 @@ class PolicyEngine(ABC):
                     self.backward(0.0 * self.forward(idle())[0].sum(), last=last)
                     continue
                 current, entropy = self.forward(packed)
-                tokens = Tokens(current=current, entropy=entropy, **self._known(columns, packed))
+                tokens = Tokens(
+                    current=current,
+                    entropy=entropy,
+                    coefficients=coefficients.others,
+                    **self._known(columns, packed),
+                )
                 if own_proximal:
                     tokens = replace(tokens, proximal=current.detach())
-                loss, sums = policy_loss(tokens, self.algorithm, denominator=denominator, untouched=untouched)
+                loss, sums = policy_loss(tokens, coefficients.algorithm, denominator=denominator, untouched=untouched)
                 self.backward(loss, last=last)
                 total += float(loss.detach())
                 stats += sums
@@ -369,7 +387,7 @@ class PolicyEngine(ABC):
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in held.items()}
         return tensors | {"sequences": len(completions)}
 
-    def _update(self, step: int, loss: float) -> tuple[float, float] | None:
+    def _update(self, step: int, loss: float, rate: float) -> tuple[float, float] | None:
         """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change; None
         where it was skipped."""
         with self._computing():
@@ -381,7 +399,7 @@ class PolicyEngine(ABC):
                 f"step {step}, update {self.updates}: loss {loss} and gradient norm {norm} must be finite"
             )
         with self._computing():
-            change = self.apply_gradient(learning_rate(self.training, self.updates), norm)
+            change = self.apply_gradient(rate, norm)
         self.updates += 1
         return norm, change
 
@@ -397,10 +415,11 @@ class PolicyEngine(ABC):
 
     def _merged(self, stats: LossStats) -> LossStats:
         """The sum over ranks; one all_reduce carries sums and maximum alike, as each rank fills a row of its own."""
-        values = stats.values()
+        names = self.ranks.union(stats.sums)  # a rank without micro-batches knows none
+        values = stats.values(names)
         rows = np.zeros((self.ranks.size, len(values)))
         rows[self.ranks.rank] = values
-        return sum((LossStats.from_values(row) for row in self.all_reduce_sum(rows)), LossStats())
+        return sum((LossStats.from_values(row, names) for row in self.all_reduce_sum(rows)), LossStats())
 
 
 def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:

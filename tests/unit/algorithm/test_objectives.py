@@ -39,8 +39,10 @@ def differentiated(objective: Callable[..., Surrogate], tokens: Tokens, config: 
     return terms.tolist(), gradient.tolist()
 
 
-def flags(tensor: Tensor) -> list[int]:
-    return tensor.nonzero()[:, 0].tolist()
+def flags(surrogate: Surrogate) -> dict[str, list[int]]:
+    """The tokens that have a metric other than 0, by the metric's name: {"clip_low": [2]}."""
+    marked = {name: torch.as_tensor(values).nonzero()[:, 0].tolist() for name, values in surrogate.metrics.items()}
+    return {name[len("loss/") : -len("_fraction")]: tokens for name, tokens in marked.items() if tokens}
 
 
 def test_decoupled_by_hand():
@@ -49,11 +51,9 @@ def test_decoupled_by_hand():
     assert terms == pytest.approx([2.2, 1.2, -0.8, 0])
     assert gradient == pytest.approx([2.2, 0, 0, 0])  # d u / d log pi_theta = u, and only token 0 is not clipped
     surrogate = decoupled(TOKENS, CONFIG)
-    assert (flags(surrogate.clipped_low), flags(surrogate.clipped_high)) == ([2], [1])
+    assert flags(surrogate) == {"clip": [1, 2], "clip_low": [2], "clip_high": [1]}
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])
     assert surrogate.log_ratio.exp().tolist() == pytest.approx([1.1, 1.5, 0.5, 1])
-    assert not surrogate.capped.any()
-    assert not surrogate.masked.any()
 
 
 def test_standard_by_hand():
@@ -62,7 +62,7 @@ def test_standard_by_hand():
     assert terms == pytest.approx([1.2, 1.2, -1.6, 0])
     assert gradient == [0, 0, 0, 0]
     surrogate = standard(TOKENS, CONFIG)
-    assert (flags(surrogate.clipped_low), flags(surrogate.clipped_high)) == ([2], [0, 1])
+    assert flags(surrogate) == {"clip": [0, 1, 2], "clip_low": [2], "clip_high": [0, 1]}
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
 
 
@@ -125,8 +125,7 @@ def test_the_clip_leaves_the_pessimistic_side_alone():
     terms, gradient = differentiated(standard, tokens, CONFIG)
     assert terms == pytest.approx([-1.5, 0.5])
     assert gradient == pytest.approx([-1.5, 0.5])
-    assert not standard(tokens, CONFIG).clipped_low.any()
-    assert not standard(tokens, CONFIG).clipped_high.any()
+    assert flags(standard(tokens, CONFIG)) == {}
 
 
 def test_the_cap_bounds_the_weight():
@@ -136,7 +135,7 @@ def test_the_cap_bounds_the_weight():
     assert terms == pytest.approx([1.5 * 1.1, 1.2, -0.8, 0])
     assert gradient == pytest.approx([1.5 * 1.1, 0, 0, 0])
     surrogate = decoupled(TOKENS, config)
-    assert (flags(surrogate.capped), flags(surrogate.masked)) == ([0], [])
+    assert flags(surrogate) == flags(decoupled(TOKENS, CONFIG)) | {"cap": [0]}
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])  # as it was before the cap
     assert differentiated(reinforce, TOKENS, config)[1] == pytest.approx([1.5, 1, -1, 0])
 
@@ -149,10 +148,10 @@ def test_the_mask_takes_tokens_out_by_their_weight(low: float | None, high: floa
     config = replace(CONFIG, behaviour_mask_low=low, behaviour_mask_high=high)
     whole = decoupled(exact, CONFIG).terms
     surrogate = decoupled(exact, config)
-    assert flags(surrogate.masked) == [index for index in range(3) if index not in kept]
+    masked = [index for index in range(3) if index not in kept]
+    assert flags(surrogate) == flags(decoupled(exact, CONFIG)) | ({"mask": masked} if masked else {})
     for index in range(3):
         assert surrogate.terms[index] == (whole[index] if index in kept else 0)
-    assert not surrogate.capped.any()
 
 
 def sample(seed: int, count: int = 40) -> Tokens:
@@ -233,7 +232,7 @@ def test_nothing_outside_the_mask_matters(name: str):
     function = find_objective(name)
     assert differentiated(function, replace(tokens, **poisoned), config) == differentiated(function, tokens, config)
     surrogate = function(replace(tokens, **poisoned), config)
-    for of_token in (surrogate.log_ratio, surrogate.log_weight, surrogate.capped, surrogate.clipped_high):
+    for of_token in (surrogate.log_ratio, surrogate.log_weight, *map(torch.as_tensor, surrogate.metrics.values())):
         assert not of_token[~tokens.mask].any()
 
 
@@ -304,7 +303,7 @@ def test_gspo_by_hand():
     assert terms == pytest.approx([2.2, 2.2, -0.9, -0.9, 0, 3.15, 0, -1.4, -1.4])
     assert gradient == pytest.approx([0, 0, 0, 0, 0, 3.15, 0, -1.4, -1.4])
     surrogate = gspo(COMPLETIONS, TENTH)
-    assert (flags(surrogate.clipped_low), flags(surrogate.clipped_high)) == ([2, 3], [0, 1])
+    assert flags(surrogate) == {"clip": [0, 1, 2, 3], "clip_low": [2, 3], "clip_high": [0, 1]}
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 2, 0.5, 0.5, 1, 3, 1, 1, 1])
     assert surrogate.log_ratio.exp().tolist() == pytest.approx([1.44, 1, 0.5, 0.72, 1, 1.05, 1, 1.96, 1])
     # the mean over the four completions that have loss tokens
@@ -315,10 +314,10 @@ def test_gspo_caps_and_masks_whole_completions():
     # w = 2, 0.5, 3, 1, though the tokens of completion 0 have 4 and 1
     capped = gspo(COMPLETIONS, replace(TENTH, behaviour_cap=2.5))
     assert capped.terms.tolist() == pytest.approx([2.2, 2.2, -0.9, -0.9, 0, 2.5 * 1.05, 0, -1.4, -1.4])
-    assert flags(capped.capped) == [5]
+    assert flags(capped)["cap"] == [5]
     masked = gspo(COMPLETIONS, replace(TENTH, behaviour_mask_low=0.8, behaviour_mask_high=2.5))
     assert masked.terms.tolist() == pytest.approx([2.2, 2.2, 0, 0, 0, 0, 0, -1.4, -1.4])
-    assert flags(masked.masked) == [2, 3, 5]
+    assert flags(masked)["mask"] == [2, 3, 5]
 
 
 def test_gspo_without_a_proximal_policy_has_the_published_ratio():
@@ -364,9 +363,9 @@ def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient(seed: i
     current = tokens.current.clone().requires_grad_()
     completions = int((loss_tokens > 0).sum())
     loss, stats = policy_loss(replace(tokens, current=current), config, denominator=completions)
-    assert stats.clipped_low > 0
-    assert stats.clipped_high > 0
-    assert stats.clipped_low + stats.clipped_high < stats.tokens
+    low, high = stats.sums["loss/clip_low_fraction"], stats.sums["loss/clip_high_fraction"]
+    assert low > 0 < high
+    assert low + high < stats.tokens
     start = tokens.current.numpy()
     assert -loss.item() == pytest.approx(gspo_mean(tokens, start, 0.03, 0.04))
     (gradient,) = torch.autograd.grad(loss, current)
@@ -386,10 +385,10 @@ def test_gspo_of_completions_of_one_token_is_ppo(proximal: bool):
     config = replace(CONFIG, clip_eps=0.05, behaviour_cap=1.1)
     one, other = gspo(tokens, config), decoupled(tokens, config)
     assert differentiated(gspo, tokens, config) == differentiated(decoupled, tokens, config)
-    for field in ("log_ratio", "log_weight", "clipped_low", "clipped_high", "capped"):
-        assert torch.equal(getattr(one, field), getattr(other, field)), field
-    assert one.clipped_low.any()
-    assert one.clipped_high.any()
+    assert torch.equal(one.log_ratio, other.log_ratio)
+    assert torch.equal(one.log_weight, other.log_weight)
+    assert flags(one) == flags(other)
+    assert flags(one).keys() >= {"clip_low", "clip_high"}
     assert differentiated(gspo, sample(13), config) != differentiated(decoupled, sample(13), config)
 
 
@@ -421,8 +420,7 @@ def test_cispo_by_hand():
     assert terms == pytest.approx([2 * log_half, 1.5 * log_six, 0.5 * -2 * log_five, 0])
     assert gradient == pytest.approx([2, 1.5, -1, 0])  # clip(r) A: of no token it is dropped
     surrogate = cispo(TOKENS, config)
-    assert flags(surrogate.capped) == [0, 2]
-    assert not (surrogate.clipped_low | surrogate.clipped_high | surrogate.masked).any()
+    assert flags(surrogate) == {"cap": [0, 2]}
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])  # as it was before the clip
     assert differentiated(cispo, replace(TOKENS, proximal=None), config) == (terms, gradient)
 
@@ -431,7 +429,7 @@ def test_cispo_without_a_lower_bound():
     for eps in (1.0, 5.0):
         config = replace(CONFIG, clip_eps=eps, clip_eps_high=1.0)
         assert differentiated(cispo, TOKENS, config)[1] == pytest.approx([2, 1.5, 0.25 * -2, 0])
-        assert flags(cispo(TOKENS, config).capped) == [0]
+        assert flags(cispo(TOKENS, config)) == {"cap": [0]}
 
 
 def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():

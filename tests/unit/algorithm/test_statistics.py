@@ -1,47 +1,72 @@
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.statistics import LossStats
+from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
+from areal_core.algorithm.statistics import _NUMBERS, LossStats
 from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.errors import ConfigError
 from tests.support.tokens import TOKENS, of
 
 REFERENCE = replace(TOKENS, reference=of(0.55, 0.3, 0.1, float("nan")).log(), entropy=of(0.5, 1.0, 0.25, float("nan")))
 
 
-def named(stats: LossStats) -> dict[str, float]:
-    return {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "histogram"}
-
-
 def test_statistics_by_hand():
     # u = 1.1, 1.5, 1/2; r = 2, 1, 1/2; pi_ref / pi_theta = 1, 1/2, 2; token 1 is of the version that is trained on
-    config = AlgorithmConfig(behaviour_cap=1.5)
-    stats = policy_loss(REFERENCE, config, denominator=4).stats
-    assert named(stats) == pytest.approx(
+    stats = policy_loss(REFERENCE, AlgorithmConfig(behaviour_cap=1.5), denominator=4).stats
+    assert {name: getattr(stats, name) for name in _NUMBERS} == pytest.approx(
+        {"tokens": 3, "weight": 3.5, "weight_squared": 5.25, "weight_max": 2, "matched": 1, "mismatch": 0}
+    )
+    assert stats.sums == pytest.approx(
         {
-            "tokens": 3,
-            "clipped_low": 1,
-            "clipped_high": 1,
-            "capped": 1,
-            "masked": 0,
-            "entropy": 1.75,
-            "kl": (0.1 - 0.0953101798) + (0.5 - 0.4054651081) + (-0.5 + 0.6931471806),
-            "reference_kl": (-0.5 + 0.6931471806) + (1 - 0.6931471806),
-            "weight": 3.5,
-            "weight_squared": 5.25,
-            "weight_max": 2,
-            "matched": 1,
-            "mismatch": 0,
+            "loss/clip_fraction": 2,
+            "loss/clip_low_fraction": 1,
+            "loss/clip_high_fraction": 1,
+            "loss/cap_fraction": 1,
+            "loss/mask_fraction": 0,
+            "policy/entropy": 1.75,
+            "loss/approx_kl": (0.1 - 0.0953101798) + (0.5 - 0.4054651081) + (-0.5 + 0.6931471806),
+            "loss/reference_kl": (-0.5 + 0.6931471806) + (1 - 0.6931471806),
         }
     )
     assert stats.ess == pytest.approx(3.5**2 / (3 * 5.25))
     assert stats.histogram.sum() == 3
-    masked = policy_loss(REFERENCE, AlgorithmConfig(behaviour_mask_low=0.6, behaviour_mask_high=1.5), denominator=4)
-    assert (masked.stats.masked, masked.stats.capped) == (2, 0)
+
+
+def measured(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    """An objective with numbers of its own: of each token, a flag, of all, and a plain one."""
+    metrics = {
+        "mine/advantage": tokens.advantages,
+        "mine/stale": tokens.staleness > 0,
+        "mine/tokens": tokens.mask.sum(),
+        "mine/eps": config.clip_eps,
+        "mine/scale": tokens.coefficients.get("scale", -1.0),
+    }
+    return replace(decoupled(tokens, config), metrics=metrics)
+
+
+def test_metrics_of_an_objective_are_means_over_loss_tokens():
+    """A scalar counts for each loss token of its micro-batch. NaN outside the mask doesn't matter."""
+    config = AlgorithmConfig(objective=f"{__name__}:measured")
+    one = replace(TOKENS, mask=torch.tensor([True, False, False, False]))
+    stats = policy_loss(TOKENS, config, denominator=1).stats + policy_loss(one, config, denominator=1).stats
+    found = {name: value for name, value in stats.metrics().items() if name.startswith("mine/")}
+    expected = {"advantage": (1 + 1 - 2 + 1) / 4, "stale": 3 / 4, "tokens": (3 * 3 + 1) / 4, "eps": 0.2, "scale": -1}
+    assert found == pytest.approx({f"mine/{name}": value for name, value in expected.items()})
+
+
+def per_completion(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    return replace(decoupled(tokens, config), metrics={"mine/lengths": torch.ones(tokens.sequences)})
+
+
+def test_a_metric_of_another_shape_is_refused():
+    config = AlgorithmConfig(objective=f"{__name__}:per_completion")
+    with pytest.raises(ConfigError, match=r"^algorithm.objective: metric mine/lengths must be a number.*shape \[2\]$"):
+        policy_loss(TOKENS, config, denominator=1)
 
 
 @pytest.mark.parametrize("objective", ["standard", "a3po"])
@@ -82,7 +107,8 @@ def test_quantiles_are_as_exact_as_stated(spread: float, share: float):
 def test_quantiles_are_the_same_however_tokens_are_spread_over_ranks():
     weights = np.exp(np.random.default_rng(1).normal(0, 0.1, 1000))
     parts = [weighing(part) for part in np.split(weights, [10, 400])]
-    merged = sum((LossStats.from_values(part.values()) for part in parts), LossStats())
+    names = parts[0].sums
+    merged = sum((LossStats.from_values(part.values(names), names) for part in parts), LossStats())
     for share in (0.01, 0.5, 0.99):
         assert merged.weight_quantile(share) == weighing(weights).weight_quantile(share)
 

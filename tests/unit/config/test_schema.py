@@ -27,7 +27,7 @@ EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulat
         ({"interruption": "abort"}, "generation.interruption: must be one of recompute, resubmit, keep, wait, got"),
         ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
         ({"vllm": {"memory_share": 1.5}}, "generation.vllm.memory_share: must be "),
-        ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vLLM takes 2 at most, got 3"),
+        ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vllm takes 2 at most, got 3"),
     ],
 )
 def test_what_is_wrong_with_generation_is_one_line_that_names_it(generation: dict[str, Any], said: str) -> None:
@@ -113,14 +113,6 @@ def test_an_adapter_has_a_rank_and_targets() -> None:
 def test_what_does_not_go_with_an_adapter(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}$"):
         load({"training": {"lora": {"rank": 8}}, "algorithm": {"group_size": 4}} | changes)
-
-
-def test_a_zero_stage_needs_deepspeed() -> None:
-    assert load({"training": {"engine": "deepspeed", "zero_stage": 3}}).training.zero_stage == 3
-    with pytest.raises(
-        ConfigError, match=r"^training.zero_stage: needs training.engine=deepspeed, got 3 with .*torch$"
-    ):
-        load({"training": {"zero_stage": 3}})
 
 
 @pytest.mark.parametrize("interruption", ["recompute", "resubmit", "keep", "wait"])

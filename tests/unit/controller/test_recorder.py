@@ -66,6 +66,7 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
         max_version=0,
         outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
         truncated=(False, True),
+        metrics={"environment/turns": (1.0, 2.0), "environment/found": (5.0,)},
     )
     ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
@@ -109,6 +110,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert logged["reward/mean", 2] == 0.5
     assert logged["completion/tokens_mean", 2] == 5.0
     assert logged["completion/truncated", 2] == 0.5
+    assert (logged["environment/turns", 2], logged["environment/found", 2]) == (1.5, 5.0)
     assert logged["staleness/oldest_token_max", 2] == 1  # sampled by version 0, trained on version 1
     assert logged["staleness/groups_over_bound", 2] == 0
     assert logged["throughput/effective_tokens_per_s", 2] == 5.0

@@ -255,14 +255,23 @@ def test_a_group_without_a_result_is_tried_again():
 
 
 class Paying:
-    """Gives every trajectory the same reward."""
+    """Gives every trajectory the same reward; each knows how many trajectories come after it, the last nothing."""
 
-    def __init__(self, reward):
-        self.reward = reward
+    def __init__(self, reward, number=float):
+        self.reward, self.number = reward, number
 
     async def rollout_group(self, task, policy, n):
         completions = await policy.sample(task.token_ids, n=n)
-        return [trajectory(given(task.token_ids), sampled(one), reward=self.reward) for one in completions]
+        paid = [trajectory(given(task.token_ids), sampled(one), reward=self.reward) for one in completions]
+        known = [{"mine/later": self.number(later)} if later else {} for later in reversed(range(n))]
+        return [dataclasses.replace(one, metrics=metrics) for one, metrics in zip(paid, known, strict=True)]
+
+
+def test_metrics_of_trajectories_are_kept_by_name():
+    [group] = advance_all(Paying(1.0, np.float32), [served(*map(completion, "123"))], n=3)
+    assert group.summary.metrics == {"mine/later": (2.0, 1.0)}
+    with pytest.raises(RewardError, match="environment: metric mine/later must be a finite number, got 'a lot'"):
+        advance_all(Paying(1.0, lambda _: "a lot"), [served(*map(completion, "12"))], n=2)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "a lot", np.float32("nan")])

@@ -227,7 +227,8 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
     loss, expected = policy_loss(tokens, algorithm, denominator=float(batch.denominator_terms.sum()))
     loss.backward()
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
-    assert stats.metrics["loss/reference_kl"] == pytest.approx(expected.reference_kl / expected.tokens, rel=1e-4)
+    reference_kl = expected.metrics()["loss/reference_kl"]
+    assert stats.metrics["loss/reference_kl"] == pytest.approx(reference_kl, rel=1e-4)
     assert stats.trained_tokens == stats.loss_tokens == batch.loss_mask.sum()
     assert stats.metrics["loss/cap_fraction"] > 0
     assert_close(
@@ -356,7 +357,7 @@ def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lo
     assert (stats.metrics, stats.mismatch_kl) == ({}, None)
     assert all(np.isfinite(value) for value in numbers(stats).values() if value is not None)
     after = one.state()
-    assert after.scalars == {"updates": 0}
+    assert after.scalars == before.scalars
     for name, values in before.arrays.items():
         np.testing.assert_array_equal(after.arrays[name], values)
 

@@ -1,0 +1,102 @@
+"""Step controls: coefficients of the loss that change from one training step to the next.
+
+Every rank has a control of its own. It sees the same numbers on every rank, so all ranks train with the same
+coefficients. Its state is part of every checkpoint: a resumed run goes on with the coefficients it would have had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from areal_core.config.algorithm import STEP_COEFFICIENTS, AlgorithmConfig
+from areal_core.config.fields import build
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.plugins import find
+from areal_core.errors import ConfigError
+
+LEARNING_RATE = "learning_rate"
+
+
+class StepControl:
+    """Constant coefficients, and the base class of controls.
+
+    `state` is all that later values depend on. It is saved as JSON with every checkpoint and restored at a resume.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+        self.algorithm, self.training = algorithm, training
+        self.state: dict[str, int | float | str] = {}
+
+    def values(self, step: int) -> Mapping[str, float]:
+        """The coefficients of training step `step`, from 1 on.
+
+        Fields in `config.algorithm.STEP_COEFFICIENTS` replace those of the configuration. `learning_rate` replaces
+        training.learning_rate. An objective finds any other name in `Tokens.coefficients`.
+        """
+        return {}
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of the step that has ended, by the names of their curves. A step in which no completion
+        had a gradient has no metrics of the loss."""
+
+
+class AdaptiveKl(StepControl):
+    """A proportional controller of `kl_coef` (Ziegler et al., 2019, arXiv 1909.08593, section 2.2).
+
+    After each step kl_coef grows by the factor 1 + e / kl_horizon, with e = KL / kl_target - 1 clipped to [-0.2, 0.2]
+    and KL = loss/reference_kl in nats a token.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+        super().__init__(algorithm, training)
+        self.state["kl_coef"] = algorithm.kl_coef
+
+    def values(self, step: int) -> Mapping[str, float]:
+        return {"kl_coef": float(self.state["kl_coef"])}
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        if (divergence := metrics.get("loss/reference_kl")) is not None:
+            error = min(max(divergence / self.algorithm.kl_target - 1, -0.2), 0.2)
+            self.state["kl_coef"] = float(self.state["kl_coef"]) * (1 + error / self.algorithm.kl_horizon)
+
+
+_CONTROLS: dict[str, Callable[[AlgorithmConfig, TrainingConfig], StepControl]] = {
+    "constant": StepControl,
+    "adaptive_kl": AdaptiveKl,
+}
+
+
+def make_control(algorithm: AlgorithmConfig, training: TrainingConfig) -> StepControl:
+    """The control of `algorithm.control`. Raises ConfigError for an import path that can't be imported."""
+    return find("algorithm.control", algorithm.control, _CONTROLS)(algorithm, training)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCoefficients:
+    """The coefficients of one training step."""
+
+    algorithm: AlgorithmConfig  # with the control's values in place of the configuration's
+    learning_rate: float  # at full rate, before the warm-up
+    others: dict[str, float]  # for the objective, see Tokens.coefficients
+    given: dict[str, float]  # all that the control gave
+
+
+def step_coefficients(control: StepControl, step: int) -> StepCoefficients:
+    """Ask the control. Raises ConfigError for a coefficient that isn't finite, or that its field doesn't allow."""
+    algorithm, where = control.algorithm, f"algorithm.control: {control.algorithm.control} at step {step}"
+    given = {name: float(value) for name, value in control.values(step).items()}
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {name} must be finite, got {value}")
+        if name in ("kl_coef", "entropy_coef") and value and not getattr(algorithm, name):
+            raise ConfigError(f"{where}: algorithm.{name} must be above 0 for a control to change it, got 0")
+    fields = {name: value for name, value in given.items() if name in STEP_COEFFICIENTS}
+    try:
+        changed = build(AlgorithmConfig, dataclasses.asdict(algorithm) | fields, "algorithm.") if fields else algorithm
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    others = {name: value for name, value in given.items() if name not in (*STEP_COEFFICIENTS, LEARNING_RATE)}
+    rate = given.get(LEARNING_RATE, control.training.learning_rate)
+    return StepCoefficients(algorithm=changed, learning_rate=rate, others=others, given=given)
