@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -73,8 +73,8 @@ test-nightly: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) $(CHECKOV_SETUP) radosgw extras 
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m '(nightly or chaos) and not gpu and not cloud' -rs $(ARGS) || failed=1; \
 	exit $$failed
 
-test-gpu: $(SETUP) ## test the CUDA path on a machine with a GPU: ARGS=
-	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+gpu: $(SETUP) ## on a machine with a GPU: test the CUDA path, compare it with the CPU, measure its speed: ARGS=
+	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS); tests=$$?; $(BIN)/python -m benchmarks.gpu_first && exit $$tests
 
 chaos: $(SETUP) ## kill each process of a run in turn: ARGS=
 	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)

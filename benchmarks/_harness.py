@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.launch import process
-from areal_core.launch.supervisor import CHILD_ENV
-from areal_core.run.launcher import run_folder
-from areal_core.tracking.outbox import Outbox
+
+if TYPE_CHECKING:
+    from areal_core.config.schema import RunConfig
 
 NEVER = 100_000  # steps between two evaluations beside the training, which would take cores from it
 
@@ -90,12 +88,18 @@ def scratch_runs() -> Iterator[list[str]]:
 
 def history(config: RunConfig, run_id: str) -> dict[str, dict[int, float]]:
     """The metrics of a run, by step."""
+    from areal_core.run.launcher import run_folder  # not every benchmark has runs, nor what they need installed
+    from areal_core.tracking.outbox import Outbox
+
     with closing(Outbox(run_folder(config, run_id).outbox, run_id)) as outbox:
         return {key: dict(points) for key, points in outbox.history().items()}
 
 
 def processes(count: int) -> ProcessPoolExecutor:
     """Processes of one thread each that have done nothing else and end with this one."""
+    from areal_core.launch import process
+    from areal_core.launch.supervisor import CHILD_ENV
+
     os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count, mp_context=spawn, initializer=process.die_with_parent)
@@ -110,14 +114,17 @@ def machine() -> dict[str, Any]:
     """Revision of these sources ("+" where they were changed since), processor, cores that this process may use, and
     GFLOP/s of one large float32 product on one of them, now: what speeds can be related to."""
     return {
-        "revision": _revision(),
+        "revision": revision(),
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "gflops_per_core": round(_product_flops_per_s() / 1e9, 1),
     }
 
 
-def _revision() -> str | None:
+def revision() -> str | None:
+    """AREAL_REVISION, or by git with "+" if tracked files have changed; None where there is neither."""
+    if named := os.environ.get("AREAL_REVISION"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         asked = [

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from areal_core.models.spec import ModelSpec, weight_shapes
-from areal_core.planning.time_model import ACCELERATORS, ModelCost
+from areal_core.planning.time_model import ACCELERATORS, Accelerator, ModelCost
 from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
@@ -89,14 +89,17 @@ def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float | None:
-    """Peak of a GPU by its data sheet, looked up by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), for
-    products of `dtype` (float32: without TF32; bfloat16: dense). None for one that the table does not have: other forms
-    of the same chip (PCIe, NVL) and slices of it (MIG) have other peaks."""
+    """Peak of a GPU for products of `dtype` (float32: without TF32; bfloat16: dense), None without a data sheet."""
+    found = data_sheet(name)
+    return found and 1e12 * {"bfloat16": found.tflops, "float32": found.float32_tflops}[dtype]
+
+
+def data_sheet(name: str) -> Accelerator | None:
+    """The data sheet of a GPU, by the name that its driver gives it ("NVIDIA H100 80GB HBM3"). None for one that is not
+    listed. Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks and count as not listed."""
     words = re.split(r"[\s-]+", name.lower())
     found = [ACCELERATORS[word] for word in words if word in ACCELERATORS]
-    if not found or {"pcie", "nvl", "mig"} & set(words):
-        return None
-    return 1e12 * {"bfloat16": found[0].tflops, "float32": found[0].float32_tflops}[dtype]
+    return found[0] if found and not {"pcie", "nvl", "mig"} & set(words) else None
 
 
 def _matrices(spec: ModelSpec) -> float:

@@ -1,7 +1,6 @@
-"""Decoders: a model's weights made ready to run, and the KV cache that they run on.
+"""The decoder for CPUs and its KV cache: compiled kernels on one core (`areal_core.generation.engines.kernels`).
 
-`CpuDecoder` runs compiled kernels on one core (`areal_core.generation.engines.kernels`);
-`areal_core.generation.engines.torch_decoder` has the one for other devices.
+`areal_core.generation.engines.torch_decoder` has the decoder for other devices.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from areal_core.errors import ModelError
 from areal_core.generation.engines import kernels
 from areal_core.generation.engines.kernels import COLUMNS, Shape
+from areal_core.generation.engines.slots import Pass
 from areal_core.models.arrays import rope_tables
 from areal_core.models.spec import ModelSpec
 from areal_core.models.vectors import LANES, round_up, zeros
@@ -26,34 +25,6 @@ from areal_core.types import Float32Array, Int32Array
 
 _MAP_NORESERVE = 0x4000  # Linux's; Python 3.11 has no name for it
 _HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memory
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The rows of a forward pass, each one token of the sequence in a slot, and the completions that sample from them.
-
-    The rows of one slot follow each other, in order, and go on where its cache ends."""
-
-    tokens: Int32Array  # [M]
-    slots: Int32Array  # [M]
-    positions: Int32Array  # [M]
-    ends: Int32Array  # [E] rows that are the last of their sequence, ascending
-    of: Int32Array  # [A] which of `ends` a completion samples from
-    temperatures: Float32Array  # [A] 0: the most probable token
-    uniforms: NDArray[np.float64]  # [A] in [0, 1)
-
-
-class Decoder(Protocol):
-    """The weights of one version, ready to run. Immutable: an update makes another one and swaps the two."""
-
-    def cache(self, slots: int, rows: int) -> Any:
-        """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
-        ...
-
-    def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
-        logits are not finite."""
-        ...
 
 
 class CpuCache:

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from areal_core.errors import DivergenceError, GenerationError, ModelError
-from areal_core.generation.engines.decoder import CpuDecoder, Decoder
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
-from areal_core.generation.engines.slots import STOPPED, Batch, Slots
+from areal_core.generation.engines.slots import STOPPED, Batch, Decoder, Slots
 from areal_core.models.adapters import merged, read_adapter, read_lora
 from areal_core.models.arrays import check_finite, read_arrays
 from areal_core.models.spec import ModelSpec
@@ -154,6 +153,8 @@ class Engine:
         """Weights, arrays or torch's tensors, made ready for `swap`; touches nothing of the engine, so that another
         thread may do it."""
         if self._device == "cpu":
+            from areal_core.generation.engines.decoder import CpuDecoder  # kernels that a GPU does without
+
             return CpuDecoder(self.spec, weights, self.context)
         from areal_core.generation.engines.torch_decoder import TorchDecoder  # seconds that a CPU does without
 

@@ -1,4 +1,5 @@
-"""The state of the sequences in the slots, and the layout of a forward pass over them.
+"""The state of the sequences in the slots, the layout of a forward pass over them, and the interface of decoders, which
+run it.
 
 A sequence is a prompt and its completion so far. `cached` of its tokens have keys and values: a pass runs the ones that
 have none, so that a running completion (all but one), a new prompt (none) and a sequence whose cache was cleared (none)
@@ -8,16 +9,46 @@ copy the prompt's keys and values and, where they have no token yet, sample from
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_core.api.wire import ROLLOUT
-from areal_core.generation.engines.decoder import Pass
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.vectors import compiled
-from areal_core.types import Completion, GenerationRequest, Int32Array
+from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
 
 STOPPED, CUT_OFF = 1, 2  # how `record` says that a completion is finished
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The rows of a forward pass, each one token of the sequence in a slot, and the completions that sample from them.
+
+    The rows of one slot follow each other, in order, and go on where its cache ends."""
+
+    tokens: Int32Array  # [M]
+    slots: Int32Array  # [M]
+    positions: Int32Array  # [M]
+    ends: Int32Array  # [E] rows that are the last of their sequence, ascending
+    of: Int32Array  # [A] which of `ends` a completion samples from
+    temperatures: Float32Array  # [A] 0: the most probable token
+    uniforms: NDArray[np.float64]  # [A] in [0, 1)
+
+
+class Decoder(Protocol):
+    """The weights of one version, ready to run. Immutable: an update makes another one and swaps the two."""
+
+    def cache(self, slots: int, rows: int) -> Any:
+        """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
+        ...
+
+    def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
+        logits are not finite."""
+        ...
 
 
 class Slots:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.generation.engines.decoder import Pass
+from areal_core.generation.engines.slots import Pass
 from areal_core.models.folders import ModelSpec, rope_tables
 from areal_core.types import Float32Array, Int32Array
 

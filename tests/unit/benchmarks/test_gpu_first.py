@@ -1,0 +1,65 @@
+"""The GPU check without a GPU: a small run of it on a CPU, and that it notices and reports errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_core.generation.engines.embedded import Engine
+from benchmarks import _gpu_parts, gpu_first
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_part_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_REVISION", "abc")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    command = [sys.executable, "-m", "benchmarks.gpu_first", "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    agree, train, decode = map(json.loads, done.stdout.splitlines())
+    for line in (agree, train, decode):
+        assert (line["revision"], line["device"], line["torch"]) == ("abc", "cpu", torch.__version__)
+    checks = agree["checks"]
+    assert checks["trainer_bfloat16_mean"]["value"] > checks["embedded_max"]["bound"] > 0
+    plain, checkpointed = (train["tiny"][arm] for arm in ("plain", "checkpointed"))
+    assert plain["grad_norm"] == checkpointed["grad_norm"] > 0
+    assert 0 < plain["mfu"] < 1
+    assert {"slots_4", "slots_8", "swap"} < set(decode["tiny"])
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "areal_core.generation.engines.torch_decoder" in imported
+    assert not imported & {"areal_core.generation.engines.kernels", "prefect", "mlflow", "deepspeed", "vllm", "hydra"}
+
+
+def test_a_swap_that_keeps_the_weights_is_outside_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = Engine.swap
+    monkeypatch.setattr(Engine, "swap", lambda engine, decoder, version: swap(engine, engine._decoder, version))
+    outside = _gpu_parts.agree(_gpu_parts.tiny(200), torch.device("cpu"))["outside"]
+    assert outside == ["swap_wrong_weights", "embedded_mean", "embedded_max", "kl_float32", "kl_bfloat16"]
+
+
+def test_a_wrong_version_label_is_outside_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = Engine.swap
+    monkeypatch.setattr(Engine, "swap", lambda engine, decoder, _: swap(engine, decoder, engine.version))
+    assert "swap_wrong_versions" in _gpu_parts.agree(_gpu_parts.tiny(200), torch.device("cpu"))["outside"]
+
+
+def test_parts_that_fail_print_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def ended_with(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            (gpu_first if "--parts" in arguments else _gpu_parts).main()
+        assert ended.value.code == 1
+        return [json.loads(line)["error"] for line in capsys.readouterr().out.splitlines()]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    [error] = ended_with("agree", "--device=cuda", "--tokens=1")
+    assert error.startswith("ArealError: --device: torch sees no CUDA device")
+    monkeypatch.setattr(sys, "executable", "false")
+    assert ended_with("--parts", "train,decode") == ["ended with 1 and no result"] * 2
