@@ -68,7 +68,7 @@ def test_the_token_is_its_users_alone(run: Launched) -> None:
 def test_no_route_of_the_controller_takes_a_request_without_it(run: Launched, headers: dict[str, str]) -> None:
     for method, path in (*routes(), ("GET", "/unknown"), ("OPTIONS", "/versions")):
         asked = path.replace("{step}", "999999").replace("{group_id}", "1").replace("{name}", "generation-0")
-        status, text = ask(run, "controller", method, asked, b'{"version": 0, "path": "/", "sha256": "x"}', headers)
+        status, text = ask(run, "controller", method, asked, b'{"version": 0, "path": "/", "digest": "x"}', headers)
         assert status == 401, (method, path, text)
     assert ask(run, "controller", "GET", "/status", headers=token(run))[0] == 200
 
@@ -103,7 +103,7 @@ def test_a_body_of_brackets_is_refused(run: Launched) -> None:
 
 
 def test_version_0_is_the_base_model(run: Launched) -> None:
-    body = b'{"version": 0, "path": "/", "sha256": "x"}'
+    body = b'{"version": 0, "path": "/", "digest": "x"}'
     status, text = ask(run, "controller", "POST", "/versions", body, token(run))
     assert (status, text) == (400, "version: must be 1 or more, as version 0 is the base model, got 0")
 

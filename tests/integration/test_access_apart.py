@@ -89,7 +89,7 @@ def test_no_route_of_the_head_nodes_files_takes_a_request_without_it(run: Launch
 def test_no_route_of_a_stager_takes_a_request_without_it(run: Launched, headers: dict[str, str]) -> None:
     where = stager(run)
     for method, path in (("POST", "/stage"), ("GET", "/stage"), ("GET", "/unknown")):
-        assert ask(run, where, method, path, b'{"version": 0, "path": "", "sha256": ""}', headers)[0] == 401
+        assert ask(run, where, method, path, b'{"version": 0, "path": "", "digest": ""}', headers)[0] == 401
     assert ask(run, where, "GET", "/stage", headers=token(run))[0] == 405
 
 

@@ -29,7 +29,7 @@ PROBLEMS = [
 SAMPLING = Sampling(samples=3, temperature=1.0, max_tokens=12, seed=1, stop_token_ids=(END,))
 
 
-BASE = PolicyVersion(version=0, path="", sha256="")
+BASE = PolicyVersion(version=0, path="", digest="")
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_an_engine_in_the_same_process_scores_as_servers_do(engine, alone, model
 
 
 def test_an_engine_loads_what_the_version_says_and_nothing_else(engine, model, tmp_path):
-    version = dataclasses.replace(base_version(str(model)), version=7, sha256="0" * 64)
-    with pytest.raises(ModelError, match=r"sha256: .* the update names 0000"):
+    version = dataclasses.replace(base_version(str(model)), version=7, digest="0" * 64)
+    with pytest.raises(ModelError, match=r"digest: .* not 0000"):
         collect_here(tmp_path / "b.jsonl", engine, version)
 
 

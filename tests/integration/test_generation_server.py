@@ -125,7 +125,7 @@ async def test_ids_that_are_not_served_are_not_counted(client, http):
 
 async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_path):
     await post(http, "/start_weight_update")
-    info = {"path": str(tmp_path / "nowhere"), "sha256": "0"}
+    info = {"path": str(tmp_path / "nowhere"), "digest": "0"}
     status, reply = await post(http, "/update_weights", {"update_info": info})
     assert status == 400
     assert "\n" not in reply["error"]["message"]
@@ -137,7 +137,7 @@ async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_
 @pytest.mark.parametrize(
     ("path", "value", "param"),
     [
-        ("/update_weights", {"update_info": {"path": "x"}}, "sha256"),
+        ("/update_weights", {"update_info": {"path": "x"}}, "digest"),
         ("/finish_weight_update", {"weight_version": "seven"}, "weight_version"),
         ("/finish_weight_update", {"weight_version": "7"}, "weight_version"),
         ("/abort_requests", {"request_ids": "r"}, "request_ids"),
@@ -184,7 +184,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         other = stack.enter_context(serving("embedded", published.base, tmp_path / "b.json", "--slots", 4))
         pool = GenerationPool(completions_per_server=8, patience_s=20)
         pool.registry.subscribe(lambda server, before: changes.append(len(pool.registry.at_work)))
-        base = PolicyVersion(version=0, path=str(published.base), sha256="not looked at")
+        base = PolicyVersion(version=0, path=str(published.base), digest="not looked at")
         await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base)
         await pool.join("b", other.url, lambda: base)
         assert (pool.version, pool.room) == (0, 16)

@@ -20,7 +20,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = (
-    *("version", "path", "sha256", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
+    *("version", "path", "digest", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
     *("update_info", "role", "first", "count", "address", "over", "ready", "pulses"),
 )
 BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)).map(
