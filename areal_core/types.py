@@ -190,7 +190,7 @@ class PolicyVersion:
 
     version: int  # 0 is the base model
     path: str  # folder that holds its file, model.safetensors or an adapter's, and manifest.json
-    sha256: str  # of the file
+    digest: str  # the blake3 hash of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ class Evaluation:
     """The score of one policy version on the held-out prompts."""
 
     version: int
-    sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
+    digest: str  # of its weights: after a new incarnation of the run the number alone does not say which
     accuracy: float  # share of the prompts whose greedy completion is correct
     prompts: int
     no_result: int  # prompts whose greedy completion the verifier could not judge

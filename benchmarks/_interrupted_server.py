@@ -72,7 +72,7 @@ class _Versions:
     def next(self) -> PolicyVersion:
         number = next(self._numbers)
         made = self._made[number % 2]
-        return PolicyVersion(version=number, path=made.path, sha256=made.sha256)
+        return PolicyVersion(version=number, path=made.path, digest=made.digest)
 
 
 def _command(config: RunConfig, base: Path, scratch: Path) -> list[str]:

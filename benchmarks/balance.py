@@ -237,7 +237,7 @@ async def roll_out(seed: int, groups: int) -> Record:
     Client.rng = np.random.default_rng(seed)
     servers = GenerationPool(completions_per_server=config.completions_per_server, patience_s=1e6)
     ledger = TrajectoryLedger(":memory:", group_size=GROUP)
-    base = PolicyVersion(version=0, path="", sha256="0")
+    base = PolicyVersion(version=0, path="", digest="0")
     ledger.publish(base)
     controller = RolloutController(
         config=config,
@@ -255,7 +255,7 @@ async def roll_out(seed: int, groups: int) -> Record:
     running = asyncio.ensure_future(controller.run())
     for step in range(1, config.training.steps + 1):
         assert await controller.batch(step, timeout_s=1e9) is not None
-        controller.publish(PolicyVersion(version=step, path="", sha256=f"{step}"))
+        controller.publish(PolicyVersion(version=step, path="", digest=f"{step}"))
     controller.finish("steps")
     await running
     await servers.close()

@@ -57,8 +57,8 @@ from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.routes import Routes
-from areal_core.models.spec import weights_sha256
 from areal_core.models.tokenizer import char_tokenizer
+from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests
 from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
@@ -153,7 +153,7 @@ class _Prompts:
 
 
 def _version(number: int) -> PolicyVersion:
-    return PolicyVersion(version=number, path="", sha256=f"{number}")
+    return PolicyVersion(version=number, path="", digest=f"{number}")
 
 
 # -- in process ------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ async def update(completions: int) -> dict[str, Any]:
     config = configured(steps=2, batch=completions, eta=0, slots=completions // SERVERS, servers=SERVERS)
     with answering(servers=SERVERS, hold=True) as (urls, count), tempfile.TemporaryDirectory() as scratch:
         folder = write_tiny(Path(scratch) / "version")
-        version = PolicyVersion(version=1, path=str(folder), sha256=weights_sha256(folder))
+        version = PolicyVersion(version=1, path=str(folder), digest=weights_digest(folder))
         async with pooled(config, urls, _Rewards()) as (run, pool):
             await _until(lambda: count() >= completions)
             beats: list[float] = []

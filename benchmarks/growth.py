@@ -170,7 +170,7 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
         watch("payloads.all, a place", next, places, None)
     watch("notes.staleness", ledger.notes.staleness)
     last = first + steps - 1
-    watch("publish, other weights", ledger.publish, replace(_version(last), sha256="other"))
+    watch("publish, other weights", ledger.publish, replace(_version(last), digest="other"))
     batch = ledger.batch(last)
     assert batch is not None
     watch("lose", ledger.lose, batch.groups[0].group_id)
@@ -267,10 +267,10 @@ class EmulatedRun:
         self._recorder.published(step, [])
         self._recorder.staleness(step, _STALENESS)
         if step % self.config.evaluation.every == 0:
-            sha256 = _version(step).sha256
+            digest = _version(step).digest
             self._recorder.evaluated(
                 Evaluation(
-                    version=step, sha256=sha256, accuracy=0.5, prompts=64, no_result=0, mean_tokens=50.0, wall_s=9.0
+                    version=step, digest=digest, accuracy=0.5, prompts=64, no_result=0, mean_tokens=50.0, wall_s=9.0
                 )
             )
 
@@ -320,7 +320,7 @@ async def uploads(steps: int, per_step: int) -> dict[str, Any]:
 
 
 def _version(number: int) -> PolicyVersion:
-    return PolicyVersion(version=number, path=f"/srv/areal/runs/r/weights/v{number:06d}", sha256=f"{number:064x}")
+    return PolicyVersion(version=number, path=f"/srv/areal/runs/r/weights/v{number:06d}", digest=f"{number:064x}")
 
 
 def main() -> None:

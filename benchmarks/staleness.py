@@ -195,7 +195,7 @@ class LaggedTraining:
             context=min(self._spec.context, task.max_prompt_tokens + task.max_new_tokens),
         )
         self._trainer = TorchEngine(self._spec, base, config.training, config.algorithm)
-        self.versions = [PolicyVersion(version=0, path=job.model_path, sha256="")]  # oldest first
+        self.versions = [PolicyVersion(version=0, path=job.model_path, digest="")]  # oldest first
 
     def step(self) -> StepRecord:
         """Make the next version. Raises DivergenceError."""

@@ -378,7 +378,7 @@ def _measure(case: Case, configs: Mapping[int, RunConfig]) -> dict[str, Any]:
             one = Measurement(elapsed_s=training.elapsed_s, accuracy=accuracy, told=_told(training))
             measured[seed][system] = one
             _harness.tell(f"seed {seed}: {system}: {json.dumps(_figures(one, target))}")
-    base = None if scorer is None else scorer.accuracy(PolicyVersion(version=0, path=str(model), sha256=""))
+    base = None if scorer is None else scorer.accuracy(PolicyVersion(version=0, path=str(model), digest=""))
     return {
         **speedups(measured, target),
         "score": target,

@@ -6,7 +6,6 @@ anew, it is asked for every connection. Every request is safe to repeat.
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from areal_core.api.access import authorization
 from areal_core.config.fields import refuse_credentials
@@ -123,14 +124,14 @@ class Session:
         return AwayError(f"the head node at {self.url} does not answer: {error or type(error).__name__}")
 
 
-def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
+def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
     """Copy a file of the head node's, which is hashed as it arrives; returns its size. What is cut short goes on where
     it ended, as long as something comes within `patience_s`.
 
     Raises StorageError for a file that the head node has not, or that is damaged; AwayError where nothing came for so
     long, or once it is `stopped`; OSError where it can't be written.
     """
-    size, total, digest = 0, None, hashlib.sha256()
+    size, total, hashed = 0, None, blake3()
     came_at, said = time.monotonic(), ""
     with closing(head.session()) as session, target.open("wb") as file:
         while size != total:
@@ -140,13 +141,13 @@ def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable
                 if response.status == 200:
                     file.seek(0)
                     file.truncate()
-                    size, digest = 0, hashlib.sha256()
+                    size, hashed = 0, blake3()
                 if response.length is None:
                     raise StorageError(f"{path}: the head node does not say how long it is")
                 total = size + response.length
                 while not stopped() and (piece := session.read(response)):
                     file.write(piece)
-                    digest.update(piece)
+                    hashed.update(piece)
                     size += len(piece)
                 if size != total:
                     session.close()
@@ -161,8 +162,8 @@ def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable
                 raise AwayError(f"{path} is cut short, {size} of {total} bytes: {said}")
             if size != total:
                 time.sleep(_AGAIN_S)
-    if (found := digest.hexdigest()) != sha256:
-        raise StorageError(f"{path} is damaged: its sha256 is {found}, must be {sha256}")
+    if (found := hashed.hexdigest()) != digest:
+        raise StorageError(f"{path} is damaged: its digest is {found}, must be {digest}")
     return size
 
 

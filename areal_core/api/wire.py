@@ -63,7 +63,7 @@ class ServerLoad:
 def version_name(version: PolicyVersion) -> str:
     """The name of a version as a model of its own: requests for it are refused by a server that does not hold it. It
     has a part of the hash, as a version that is made again may have other weights."""
-    return MODEL_NAME if version.version == 0 else f"{MODEL_NAME}-{version.version}-{version.sha256[:8]}"
+    return MODEL_NAME if version.version == 0 else f"{MODEL_NAME}-{version.version}-{version.digest[:8]}"
 
 
 def encode_request(request: GenerationRequest, model: str = MODEL_NAME, cache_salt: str | None = None) -> bytes:

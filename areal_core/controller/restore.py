@@ -20,6 +20,7 @@ from pathlib import Path
 from safetensors.numpy import load_file
 
 from areal_core.errors import StorageError
+from areal_core.models.tensorfile import to_bfloat16
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import checkpoint, durable, weights
 from areal_core.storage.checkpoint import CheckpointInfo
@@ -62,7 +63,9 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     weight = load_file(files[checkpoint.WEIGHTS])
     tensors = {name.removeprefix("weight/"): array for name, array in weight.items()}
     training = run.config().training
-    version = weights.publish(run.weights, info.step, tensors, dtype=training.dtype, lora=training.lora.adapter)
+    if training.dtype == "bfloat16":
+        tensors = {name: to_bfloat16(array) for name, array in tensors.items()}
+    version = weights.publish(run.weights, info.step, tensors, lora=training.lora.adapter)
     with closing(TrajectoryLedger(files[info.ledger], group_size=run.config().algorithm.group_size)) as ledger:
         ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
         ledger.publish(version)
@@ -108,7 +111,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
                 return True
             if ledger.payloads.forgotten > newest.step:
                 return False  # the batches from there on can't be trained on again
-            return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]
+            return ledger.versions.digest(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF in _PASSING:
             raise

@@ -56,7 +56,7 @@ class Retention:
         best, keep = best_of(scored), self.config.evaluation.keep_pages
         if best is None or keep is None:
             return
-        kept = {f"v{known.version:06d}-{known.sha256[:8]}" for known in (scored[0], best, *scored[-keep:])}
+        kept = {f"v{known.version:06d}-{known.digest[:8]}" for known in (scored[0], best, *scored[-keep:])}
         try:
             await asyncio.to_thread(_delete_pages, self.pages, {known.version for known in scored}, kept)
         except OSError as error:

@@ -142,7 +142,7 @@ class Routes:
     async def _evaluated(self, request: web.Request) -> web.Response:
         evaluation = await bodies.read(request, Evaluation)
         published = self._run.ledger.versions.get(evaluation.version)
-        if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
+        if published is not None and published.digest == evaluation.digest:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
             await self._run.retention.scored()
         if reason := self._run.recorder.reason_to_stop():

@@ -34,7 +34,7 @@ class Benchmark:
 
     def of(self, weights: str) -> Benchmark:
         """The same for a model whose weights have another hash."""
-        return dataclasses.replace(self, about={**self.about, "model": {"sha256": weights}})
+        return dataclasses.replace(self, about={**self.about, "model": {"digest": weights}})
 
 
 def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str) -> Benchmark:
@@ -45,7 +45,7 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
     content = prompts_digest(problems)
     about = {
         "benchmark": {"name": name, "problems": len(problems), "sha256": content, "source": _source(config)},
-        "model": {"sha256": weights},
+        "model": {"digest": weights},
         "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
         "environment": {"verifier": config.environment.verifier},
         "generation": {"engine": engine},

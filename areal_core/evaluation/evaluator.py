@@ -53,8 +53,8 @@ class Evaluator:
     async def score(self, version: PolicyVersion) -> tuple[Evaluation, Path]:
         """The scores of `version`, and the file of a table with a row for every problem."""
         start = time.monotonic()
-        file = self._run.evaluations / f"v{version.version:06d}-{version.sha256[:8]}.jsonl"
-        with RecordFile(file, self._benchmark.of(version.sha256).about, synced=False) as records:
+        file = self._run.evaluations / f"v{version.version:06d}-{version.digest[:8]}.jsonl"
+        with RecordFile(file, self._benchmark.of(version.digest).about, synced=False) as records:
             collector = Collector(
                 self._benchmark.problems,
                 records,
@@ -73,7 +73,7 @@ class Evaluator:
         metrics = scores.metrics()
         evaluation = Evaluation(
             version=version.version,
-            sha256=version.sha256,
+            digest=version.digest,
             accuracy=metrics.pop("greedy"),
             prompts=len(found),
             no_result=sum(record.greedy.score is None for record in found),

@@ -62,7 +62,7 @@ class OwnEngine:
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         if version.version or self._engine.version:  # else it holds the base model
-            self._engine.swap(read_version(self._engine, Path(version.path), version.sha256), version.version)
+            self._engine.swap(read_version(self._engine, Path(version.path), version.digest), version.version)
         await collector.work(self, 2 * self._slots)
 
     async def complete(self, request: GenerationRequest) -> list[Completion]:

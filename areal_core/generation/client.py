@@ -45,12 +45,12 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.completions import Completions, part_ids
 from areal_core.generation.connection import Connection
 from areal_core.generation.data_plane import DataPlane, Here, Take
-from areal_core.models.spec import weights_sha256
+from areal_core.models.verified import verified
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
-_HASHING = ThreadPoolExecutor(1, "sha256")  # one thread: of the servers that load a version, the first has it hashed
+_VERIFYING = ThreadPoolExecutor(1, "verify")  # one thread: what several servers load, it need not wait for in several
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -253,7 +253,7 @@ class GenerationClient:
     async def _stage(self, version: PolicyVersion) -> None:
         """Have the server read the weights, while it goes on decoding."""
         await self._control("POST", "/start_weight_update")
-        info = {"path": version.path, "sha256": version.sha256}
+        info = {"path": version.path, "digest": version.digest}
         await self._control("POST", "/update_weights", {"update_info": info}, timeout_s=None)
         if not self.in_place:  # vLLM reads in the background; meanwhile, no damaged file may get as far as a pause
             await self._check(version)
@@ -292,7 +292,7 @@ class GenerationClient:
     async def _check(self, version: PolicyVersion) -> None:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
         if self.stager is None:
-            await asyncio.get_running_loop().run_in_executor(_HASHING, _check_weights, version)
+            await asyncio.get_running_loop().run_in_executor(_VERIFYING, _verify, version)
 
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
         await self._pause(interruption)
@@ -358,16 +358,10 @@ class GenerationClient:
         )
 
 
-def _check_weights(version: PolicyVersion) -> None:
+def _verify(version: PolicyVersion) -> None:
     """Raises GenerationError for a file that is not what the version says, OSError for one that can't be read."""
-    path = Path(version.path)
-    stats = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
-    found = _hash(path, tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats))
-    if found != version.sha256:
-        raise GenerationError(f"sha256: {version.path} has {found}, the update names {version.sha256}")
-
-
-@functools.lru_cache(maxsize=8)
-def _hash(path: Path, _files: tuple[tuple[str, int, int, int, int], ...]) -> str:
-    """The hash of a version, read once as long as its files are the same."""
-    return weights_sha256(path)
+    try:
+        with verified(Path(version.path), version.digest):
+            pass
+    except ValueError as error:
+        raise GenerationError(str(error)) from None

@@ -85,10 +85,10 @@ def merged(weights: Mapping[str, Float32Array], adapter: Mapping[str, Float32Arr
     return result
 
 
-def write_adapter(file: Path, adapter: Mapping[str, NDArray[Any]], lora: Lora, *, dtype: str | None = None) -> Written:
-    """Write a file in peft's format; `dtype` as of `write_tensors`. Raises OSError."""
+def write_adapter(file: Path, adapter: Mapping[str, NDArray[Any]], lora: Lora) -> Written:
+    """Write a file in peft's format. Raises OSError."""
     tensors = {_PREFIX + name: array for name, array in adapter.items()}
-    return write_tensors(file, tensors, dtype=dtype, header={_HEADER: json.dumps(asdict(lora))})
+    return write_tensors(file, tensors, header={_HEADER: json.dumps(asdict(lora))})
 
 
 def write_adapter_config(folder: Path, lora: Lora, base: str = "") -> None:

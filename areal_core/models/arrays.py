@@ -4,7 +4,6 @@ and a half and 200 MB of every process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +28,6 @@ def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
     return found
-
-
-def check_finite(arrays: Mapping[str, Float32Array]) -> None:
-    """Raises ModelError naming the first array that holds a NaN or an infinity."""
-    for name, array in arrays.items():
-        if not np.isfinite([array.min(), array.max()]).all():
-            raise ModelError(f"{name}: holds numbers that are not finite")
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[Float32Array, Float32Array]:

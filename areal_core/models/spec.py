@@ -7,7 +7,6 @@ Llama decoders they follow from the spec; of all others, which only transformers
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -326,17 +325,6 @@ def weight_files(source: Path) -> list[Path]:
     if not isinstance(names, dict):
         raise ModelError(f"{index}: has no weight_map")
     return [source / name for name in sorted(set(names.values()))]
-
-
-def weights_sha256(source: Path) -> str:
-    """The hash of one safetensors file, or of a folder that holds one; of several, the hash of theirs. Raises
-    OSError."""
-    files = sorted(source.glob("*.safetensors")) or [source / "model.safetensors"] if source.is_dir() else [source]
-    hashes: list[str] = []
-    for file in files:
-        with file.open("rb") as stream:
-            hashes.append(hashlib.file_digest(stream, "sha256").hexdigest())
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def open_weights(file: Path) -> Any:

@@ -1,10 +1,9 @@
 """Safetensors files without torch: written piece by piece with their hash, where the library wants all of it in memory
-twice; read with bfloat16, which numpy does not know.
+twice; with bfloat16, which numpy does not know: arrays of uint16 hold its numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
-from safetensors import deserialize
 
 from areal_core.errors import ModelError
 from areal_core.types import Float32Array
@@ -23,10 +22,10 @@ _NUMBERS = ("F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U32", "U64") 
 DTYPES: dict[str, np.dtype[Any]] = {"BOOL": np.dtype(bool)} | {
     kind: np.dtype(_WORDS[kind[0]] + kind[1:]) for kind in _NUMBERS
 }
-_NAMES = {dtype.name: kind for kind, dtype in DTYPES.items()}
 _STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
+_NAMES = {dtype.name: kind for kind, dtype in _STORED.items()}
 _ALIGNMENT = 8  # of the header, in bytes
-_PIECE = 1 << 24  # elements converted at once
+_PIECE = 1 << 24  # bytes that are hashed and written at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,58 +33,41 @@ class Written:
     """Size and hash of a written file."""
 
     bytes: int
-    sha256: str
+    digest: str  # blake3
 
 
 def write_tensors(
-    path: Path,
-    tensors: Mapping[str, NDArray[Any]],
-    *,
-    dtype: str | None = None,
-    header: Mapping[str, str] | None = None,
+    path: Path, tensors: Mapping[str, NDArray[Any]], *, header: Mapping[str, str] | None = None
 ) -> Written:
     """Write a safetensors file. The same tensors make the same bytes.
 
-    header: what its header is to say besides. dtype: "bfloat16" rounds float32 tensors to it, to the nearest even; None
-    and "float32" leave them as they are. Raises OSError.
+    header: what its header is to say besides. Raises OSError.
     """
-    half = dtype == "bfloat16"
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(header or {})}}
     end = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that every tensor is aligned
     for name in order:
         array = tensors[name]
-        rounded = half and array.dtype == np.float32
-        size = array.size * (2 if rounded else array.itemsize)
-        kind = "BF16" if rounded else _NAMES[array.dtype.name]
-        entries[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + size]}
-        end += size
+        entries[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    digest = hashlib.sha256()
+    digest = blake3(max_threads=blake3.AUTO)
     with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            digest.update(piece)
-            file.write(piece)
-        for name in order:
-            flat = np.ascontiguousarray(tensors[name]).reshape(-1)
-            for start in range(0, flat.size, _PIECE):
-                part = flat[start : start + _PIECE]
-                data = (to_bfloat16(part) if half and part.dtype == np.float32 else part).data.cast("B")
-                digest.update(data)
-                file.write(data)
+        for data in (len(text).to_bytes(8, "little") + text, *(_bytes(tensors[name]) for name in order)):
+            for at in range(0, len(data), _PIECE):
+                digest.update(data[at : at + _PIECE])
+                file.write(data[at : at + _PIECE])
         size = file.tell()
-    return Written(bytes=size, sha256=digest.hexdigest())
+    return Written(bytes=size, digest=digest.hexdigest())
 
 
-def read_tensors(data: bytes) -> dict[str, NDArray[Any]]:
-    """The tensors of a safetensors file, bfloat16 as float32. Raises SafetensorError when it is damaged."""
-    tensors: dict[str, NDArray[Any]] = {}
-    for name, view in deserialize(data):
-        half = view["dtype"] == "BF16"
-        flat = np.frombuffer(view["data"], np.uint16 if half else DTYPES[view["dtype"]])
-        tensors[name] = (from_bfloat16(flat) if half else flat).reshape(view["shape"])
-    return tensors
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def mapped_tensors(file: Path) -> dict[str, NDArray[Any]]:

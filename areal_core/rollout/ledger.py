@@ -362,10 +362,10 @@ class TrajectoryLedger:
             last = self.versions.last()
             if version.version > last + 1:
                 raise LedgerError(f"version: {version.version} can't follow {last}")
-            known = self.versions.sha256(version.version)
+            known = self.versions.digest(version.version)
             if known is None and 0 < version.version < last:
                 return "same"  # it is folded: a message that comes late
-            outcome = "new" if known is None else "same" if known == version.sha256 else "replaced"
+            outcome = "new" if known is None else "same" if known == version.digest else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
             self.versions.put(version)

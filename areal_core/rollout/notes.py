@@ -36,7 +36,7 @@ CREATE TRIGGER IF NOT EXISTS steps_inserted AFTER INSERT ON steps BEGIN {_count(
 CREATE TRIGGER IF NOT EXISTS steps_updated AFTER UPDATE OF staleness ON steps
 BEGIN {_count("OLD", "-")} {_count("NEW", "+")} END;
 CREATE TABLE IF NOT EXISTS evaluations (
-    version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
+    version INTEGER PRIMARY KEY, digest TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
     no_result INTEGER NOT NULL, mean_tokens REAL NOT NULL, wall_s REAL NOT NULL,
     scores TEXT NOT NULL -- by name
 );

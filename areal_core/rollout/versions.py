@@ -16,7 +16,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS versions (
     version INTEGER PRIMARY KEY,
     path TEXT NOT NULL,
-    sha256 TEXT NOT NULL,
+    digest TEXT NOT NULL,
     damaged INTEGER NOT NULL DEFAULT 0
 );
 """
@@ -37,14 +37,14 @@ class PublishedVersions:
     def get(self, version: int) -> PolicyVersion | None:
         """What was published under a number, if it can be loaded."""
         row = self._db.execute(
-            "SELECT version, path, sha256 FROM versions WHERE version = ? AND NOT damaged", (version,)
+            "SELECT version, path, digest FROM versions WHERE version = ? AND NOT damaged", (version,)
         ).fetchone()
         return None if row is None else PolicyVersion(**dict(row))
 
     def loadable(self) -> list[PolicyVersion]:
         """All that the trainer has published and that are not damaged, in their order."""
         rows = self._db.execute(
-            "SELECT version, path, sha256 FROM versions WHERE version > 0 AND NOT damaged ORDER BY version"
+            "SELECT version, path, digest FROM versions WHERE version > 0 AND NOT damaged ORDER BY version"
         )
         return [PolicyVersion(**dict(row)) for row in rows]
 
@@ -52,10 +52,10 @@ class PublishedVersions:
         """The highest number, damaged or not; 0 if none is published."""
         return int(self._db.execute("SELECT COALESCE(MAX(version), 0) FROM versions").fetchone()[0])
 
-    def sha256(self, version: int) -> str | None:
+    def digest(self, version: int) -> str | None:
         """The hash of what was published under a number, damaged or not; None if nothing was."""
-        row = self._db.execute("SELECT sha256 FROM versions WHERE version = ?", (version,)).fetchone()
-        return None if row is None else str(row["sha256"])
+        row = self._db.execute("SELECT digest FROM versions WHERE version = ?", (version,)).fetchone()
+        return None if row is None else str(row["digest"])
 
     def mark_damaged(self, version: int) -> None:
         """The weights of a version turned out not to be what was published."""
@@ -63,8 +63,8 @@ class PublishedVersions:
 
     def put(self, version: PolicyVersion) -> None:
         self._db.execute(
-            "INSERT OR REPLACE INTO versions (version, path, sha256) VALUES (?, ?, ?)",
-            (version.version, version.path, version.sha256),
+            "INSERT OR REPLACE INTO versions (version, path, digest) VALUES (?, ?, ?)",
+            (version.version, version.path, version.digest),
         )
 
     def fold(self, before: int, kept: Collection[int], limit: int) -> int:

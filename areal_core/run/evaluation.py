@@ -86,7 +86,7 @@ def evaluate(
         preflight(config, log)
     served = max(configs.values(), key=lambda config: config.task.max_prompt_tokens + config.task.max_new_tokens)
     folder = base_model(served, log)
-    weights = base_version(str(folder)).sha256
+    weights = base_version(str(folder)).digest
     tokenizer = Tokenizer.from_folder(folder)
     benchmarks = [
         open_benchmark(each, config, tokenizer, weights, engine=config.generation.engine)

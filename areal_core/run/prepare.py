@@ -186,9 +186,9 @@ def _git_revision() -> str | None:
 def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
     """Raises ConfigError where a checkpoint holds an adapter to another base model."""
     wanted = None if stored is None else stored.extra.get(checkpoint.BASE)
-    if stored is not None and wanted is not None and (found := base_version(str(model)).sha256) != wanted:
+    if stored is not None and wanted is not None and (found := base_version(str(model)).digest) != wanted:
         raise ConfigError(
-            f"model.path: the checkpoint of step {stored.step} is an adapter to a model with sha256 {wanted}, {model} "
+            f"model.path: the checkpoint of step {stored.step} is an adapter to a model with digest {wanted}, {model} "
             f"has {found}"
         )
 

@@ -42,8 +42,8 @@ from areal_core.types import FORMAT
 WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
 OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
 PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
-VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
-BASE = "base_sha256"  # likewise: that of the base model to which its weights are an adapter; null for whole weights
+VERSION = "version_digest"  # in a manifest's `extra`: the hash of the version that its state makes
+BASE = "base_digest"  # likewise: that of the base model to which its weights are an adapter; null for whole weights
 PROMPTS = "prompts"  # likewise: digests of the run's prompts, by the setting of their file
 BLOCK_BYTES = 8 * 2**20  # that have a checksum of their own, so that parts of a file can be read alone
 _ROOT = "checkpoints"

@@ -7,7 +7,6 @@ holds the hash of the weights. Files only: no torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
-from areal_core.errors import StorageError
+from areal_core.errors import StorageError, one_line
 from areal_core.models import adapters
-from areal_core.models.spec import weights_sha256
-from areal_core.models.tensorfile import read_tensors, write_tensors
+from areal_core.models.spec import stored_tensors
+from areal_core.models.tensorfile import as_float32, write_tensors
+from areal_core.models.verified import verified, weights_digest
 from areal_core.storage import durable
 from areal_core.storage.rundir import write_json
 from areal_core.types import Lora, PolicyVersion
@@ -33,24 +32,19 @@ _MANIFEST = "manifest.json"
 def base_version(model_path: str) -> PolicyVersion:
     """Version 0: the base model's own folder. Raises StorageError."""
     try:
-        return PolicyVersion(version=0, path=model_path, sha256=weights_sha256(Path(model_path)))
+        return PolicyVersion(version=0, path=model_path, digest=weights_digest(Path(model_path)))
     except OSError as error:
         raise StorageError(f"can't read {error.filename}: {error.strerror}") from error
 
 
 def publish(
-    folder: Path,
-    version: int,
-    tensors: Mapping[str, NDArray[Any]],
-    *,
-    dtype: str = "float32",
-    lora: Lora | None = None,
+    folder: Path, version: int, tensors: Mapping[str, NDArray[Any]], *, lora: Lora | None = None
 ) -> PolicyVersion:
     """Write the weights of `version`, or with `lora` its adapter. The same weights again change nothing; other weights
     replace it.
 
-    dtype: float32 or bfloat16, what float32 tensors are rounded to. The same tensors always make the same bytes, hence
-    the same hash. Raises StorageError.
+    tensors: in the dtype that is served, bfloat16 as uint16. The same tensors always make the same bytes, hence the
+    same hash. Raises StorageError.
     """
     path = version_folder(folder, version)
     file = path / (_WEIGHTS if lora is None else adapters.ADAPTER)
@@ -58,13 +52,13 @@ def publish(
     try:
         path.mkdir(parents=True, exist_ok=True)
         if lora is None:
-            written = write_tensors(scratch, tensors, dtype=dtype)
+            written = write_tensors(scratch, tensors)
         else:
-            written = adapters.write_adapter(scratch, tensors, lora, dtype=dtype)
-        if (known := _complete(path)) and known.sha256 == written.sha256:
+            written = adapters.write_adapter(scratch, tensors, lora)
+        if (known := _complete(path)) and known.digest == written.digest:
             os.replace(scratch, file)  # the same, unless the one there is damaged
             return known
-        return adopt(folder, version, written.sha256, scratch, lora)
+        return adopt(folder, version, written.digest, scratch, lora)
     except OSError as error:
         raise StorageError(f"can't publish version {version} in {path}: {error.strerror}") from error
 
@@ -73,7 +67,7 @@ def read_manifest(path: Path) -> PolicyVersion:
     """The version that the folder `path` holds. Raises StorageError when it is incomplete."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
-        version = PolicyVersion(version=int(manifest["version"]), path=str(path), sha256=str(manifest["sha256"]))
+        version = PolicyVersion(version=int(manifest["version"]), path=str(path), digest=str(manifest["digest"]))
         size, wanted = weights_file(path).stat().st_size, int(manifest["bytes"])
     except OSError as error:
         raise StorageError(f"{path} holds no published weights: {error.filename}: {error.strerror}") from error
@@ -90,7 +84,7 @@ def weights_file(path: Path) -> Path:
     return adapter if adapter.exists() else path / _WEIGHTS
 
 
-def adopt(folder: Path, version: int, sha256: str, scratch: Path, lora: Lora | None = None) -> PolicyVersion:
+def adopt(folder: Path, version: int, digest: str, scratch: Path, lora: Lora | None = None) -> PolicyVersion:
     """Make a file, whose hash this is, the weights of `version`, in the place of others; with `lora` its adapter.
     Raises OSError."""
     path, size = version_folder(folder, version), scratch.stat().st_size
@@ -99,15 +93,15 @@ def adopt(folder: Path, version: int, sha256: str, scratch: Path, lora: Lora | N
     if lora is not None:
         adapters.write_adapter_config(path, lora)
     os.replace(scratch, path / (_WEIGHTS if lora is None else adapters.ADAPTER))
-    write_json(path / _MANIFEST, {"version": version, "sha256": sha256, "bytes": size})
-    return PolicyVersion(version=version, path=str(path), sha256=sha256)
+    write_json(path / _MANIFEST, {"version": version, "digest": digest, "bytes": size})
+    return PolicyVersion(version=version, path=str(path), digest=digest)
 
 
 def is_whole(version: PolicyVersion) -> bool:
     """Whether a published version is there, and what it was published as: reads all of it."""
     path = Path(version.path)
     try:
-        return _complete(path) == version and weights_sha256(path) == version.sha256
+        return _complete(path) == version and weights_digest(path) == version.digest
     except OSError:
         return False
 
@@ -122,20 +116,15 @@ def newest(folder: Path) -> PolicyVersion | None:
 
 
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
-    """The tensors of a published version, by their names in the trainer. Raises StorageError when the file's hash is
-    not the version's."""
-    path = weights_file(Path(version.path))
+    """The tensors of a published version in float32, mapped where they are stored so, by their names in the trainer.
+    Raises StorageError for a file that is not what was published."""
+    path = Path(version.path)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"can't read {path}: {error.strerror}") from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != version.sha256:
-        raise StorageError(f"{path} is damaged: its sha256 is {found}, version {version.version} has {version.sha256}")
-    try:
-        return adapters.own_names(read_tensors(data))
-    except SafetensorError as error:
-        raise StorageError(f"{path} is no safetensors file: {error}") from error
+        with verified(path, version.digest):
+            stored = adapters.own_names(stored_tensors(weights_file(path)))
+            return {name: as_float32(tensor) for name, tensor in stored.items()}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"version {version.version} can't be read: {one_line(error)}") from error
 
 
 def release(folder: Path, versions: Iterable[int]) -> None:

@@ -26,7 +26,6 @@ from areal_core.tracking.outbox import points
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState
-from areal_core.types import Float32Array
 
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
@@ -38,9 +37,9 @@ class Publisher:
         self._run = run
         self._config = config
         self._storage = storage
-        self._base_sha256 = None  # of the base model, where checkpoints hold no more than an adapter to it
+        self._base_digest = None  # of the base model, where checkpoints hold no more than an adapter to it
         if config.training.lora.rank is not None:
-            self._base_sha256 = weights.base_version(run.info().model_path).sha256
+            self._base_digest = weights.base_version(run.info().model_path).digest
         self._number = run.info().number
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
@@ -49,17 +48,17 @@ class Publisher:
         self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
-    def publish(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
-        """Publish `tensors`, which must not change any more, as version `step`. Waits for the version before."""
+    def publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Publish `tensors` as version `step`; they must not change until the next call returns. Waits for the version
+        before."""
         self._publishing.drain()
         self._publishing.submit(lambda: self._publish(step, tensors))
 
     def announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write and announce a version at once; delete those that are no longer needed. The version of a checkpoint is
         written once more, as it may be damaged, or have been another machine's."""
-        training = self._config.training
-        version = weights.publish(self._run.weights, step, tensors, dtype=training.dtype, lora=training.lora.adapter)
-        self._published[step] = version.sha256
+        version = weights.publish(self._run.weights, step, tensors, lora=self._config.training.lora.adapter)
+        self._published[step] = version.digest
         weights.release(self._run.weights, self._publishing_controller.announce(version))
 
     def check(self) -> None:
@@ -128,7 +127,7 @@ class Publisher:
                 "engine": state.scalars,
                 "config": self._config.to_dict(),
                 checkpoint.VERSION: self._published[step],
-                checkpoint.BASE: self._base_sha256,
+                checkpoint.BASE: self._base_digest,
                 checkpoint.PROMPTS: self._run.info().prompts,
             },
             number=self._number,

@@ -133,7 +133,7 @@ class Trainer:
         stats = self._learn(batch, times)
         self.step = manifest.step
         measured = self.meter.measure(batch, stats)
-        tensors = self.engine.weights()
+        tensors = self.engine.served()
         if self.config.sleeps and self._device.type == "cuda":
             torch.cuda.empty_cache()  # publishing wakes the servers on this device
         if self.publisher is not None:
@@ -231,7 +231,7 @@ class Trainer:
                 continue
             self.engine.load_state(state)
             logger.info("resumed from the checkpoint of step %d", info.step)
-            tensors = self.engine.weights()
+            tensors = self.engine.served()
             if self.publisher is not None:
                 self.publisher.announce(info.step, tensors)
             return info.step

@@ -14,11 +14,12 @@ from areal_core.api.wire import MODEL_NAME, join_completions, version_name
 from areal_core.controller.pool import GenerationPool
 from areal_core.errors import ServerLostError
 from areal_core.generation.client import GenerationClient
+from areal_core.models.verified import weights_digest
 from areal_core.storage import weights as versions
 from areal_core.types import PolicyVersion
 from tests.conformance.conftest import KINDS, TOKEN, guarded
 from tests.support.generation import Reference, request, write
-from tests.support.live_servers import SLOTS, SPEC, Published, body, digest, get, post, until
+from tests.support.live_servers import SLOTS, SPEC, Published, body, get, post, until
 from tests.support.lora import adapter, by_peft, form
 
 TOLERANCE = 1e-4  # nats
@@ -38,7 +39,7 @@ class PeftReference(Reference):
 def adapters(tmp_path_factory) -> Published:
     root = tmp_path_factory.mktemp("adapters")
     base = write(root / "base", SPEC, 1)
-    zero = PolicyVersion(version=0, path=str(base), sha256=digest(base / "model.safetensors"))
+    zero = PolicyVersion(version=0, path=str(base), digest=weights_digest(base / "model.safetensors"))
     published = {0: zero} | {
         number: versions.publish(root / "weights", number, adapter(SPEC, seed=number), lora=form())
         for number in (1, 2, 3)
@@ -75,7 +76,7 @@ async def test_every_version_has_the_log_probabilities_of_peft(client, adapters)
 
 async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(client, adapters, server, http):
     one, two, three = (adapters.versions[number] for number in (1, 2, 3))
-    again = dataclasses.replace(three, sha256=digest(adapters.base / "config.json"))  # of other weights
+    again = dataclasses.replace(three, digest=weights_digest(adapters.base / "config.json"))  # of other weights
     for version in (one, two, three):
         await client.load_version(version, "resubmit")
     for version in (one, again, dataclasses.replace(three, version=4)):
@@ -115,7 +116,7 @@ async def test_a_damaged_adapter_is_not_loaded(client, adapters, tmp_path):
     version = versions.publish(tmp_path, 5, adapter(SPEC, seed=5), lora=form())
     file = versions.weights_file(tmp_path / "v000005")
     file.write_bytes(file.read_bytes()[:-4] + bytes(4))
-    with pytest.raises(ServerLostError, match="sha256"):
+    with pytest.raises(ServerLostError, match="digest"):
         await client.load_version(version, "resubmit")
     [completion] = await client.complete(request(max_tokens=4))
     assert set(completion.versions.tolist()) == {1}

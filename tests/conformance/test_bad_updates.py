@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_core.errors import ServerLostError
+from areal_core.models.verified import weights_digest
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
-from tests.support.live_servers import EXACT, deviations, digest, get, post
+from tests.support.live_servers import EXACT, deviations, get, post
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 KINDS = ["no file", "damaged", "hash", "no safetensors", "shape", "missing tensor", "not finite"]
@@ -28,13 +29,13 @@ def spoil(folder, kind, published):
     elif kind == "not finite":
         tensors[NAME][0, 0] = torch.nan
     save_file(tensors, file)
-    whole = digest(file)
+    whole = weights_digest(file)
     if kind in ("damaged", "no safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
-    sha256 = {"damaged": whole, "hash": published.versions[2].sha256}.get(kind, digest(file))
+    digest = {"damaged": whole, "hash": published.versions[2].digest}.get(kind, weights_digest(file))
     if kind == "no file":
         file.unlink()
-    return PolicyVersion(version=1, path=str(folder), sha256=sha256)
+    return PolicyVersion(version=1, path=str(folder), digest=digest)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def mended(server, client, http, published):
     if server.kind == "embedded":
         assert (await post(http, "/start_weight_update"))[0] == 200
     base = published.versions[0]
-    info = {"update_info": {"path": base.path, "sha256": base.sha256}}
+    info = {"update_info": {"path": base.path, "digest": base.digest}}
     assert (await post(http, "/update_weights", info))[0] == 200
     assert (await post(http, "/finish_weight_update", {"weight_version": "0"}))[0] == 200
 
@@ -78,7 +79,7 @@ async def test_a_file_that_was_good_is_looked_at_again_once_it_has_changed(clien
         opened.seek(-1, os.SEEK_END)
         opened.write(b"\0")
     assert (await post(http, "/start_weight_update"))[0] == 200
-    staged, _ = await post(http, "/update_weights", {"update_info": {"path": version.path, "sha256": version.sha256}})
+    staged, _ = await post(http, "/update_weights", {"update_info": {"path": version.path, "digest": version.digest}})
     finished, _ = await post(http, "/finish_weight_update", {"weight_version": "2"})
     assert 200 not in ((finished,) if staged == 200 else (staged, finished))
     assert await get(http, "/weight_info") == (200, {"weight_version": "1"})

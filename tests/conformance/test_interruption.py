@@ -197,7 +197,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     await asyncio.sleep(0.2)  # vLLM's counters stand still while it is paused
     version = published.versions[1]
     await post(http, "/start_weight_update")
-    info = {"update_info": {"path": version.path, "sha256": version.sha256}}
+    info = {"update_info": {"path": version.path, "digest": version.digest}}
     assert (await post(http, "/update_weights", info))[0] == 200
     assert (await post(http, "/finish_weight_update", {"weight_version": "1"}))[0] == 200
     assert (await post(http, "/reset_prefix_cache"))[0] == 200

@@ -196,7 +196,7 @@ class _Run:
             self.result.faults["version twice"] += 1
             self._ledger.publish(made)
         if self._chance.random() < 0.1:
-            later = PolicyVersion(version=self._ledger.versions.last() + 2, path="", sha256="early")
+            later = PolicyVersion(version=self._ledger.versions.last() + 2, path="", digest="early")
             self._refused("version early", lambda: self._ledger.publish(later))
         earlier = self._ledger.versions.get(max(0, step - self._chance.randrange(3)))
         if earlier is not None and self._chance.random() < 0.1:
@@ -222,7 +222,7 @@ class _Run:
             {name: checkpoint.FileEntry(**entry) for name, entry in entries[kind].items()}
             for kind in ("files", "shared")
         )
-        extra = {"engine": {}, "config": {}, checkpoint.VERSION: self._ledger.versions.sha256(step)}
+        extra = {"engine": {}, "config": {}, checkpoint.VERSION: self._ledger.versions.digest(step)}
         files = {checkpoint.WEIGHTS: state}
         checkpoint.save(self._store, step, files, extra, number=self._starts, uploaded=uploaded, shared=shared)
         in_use = self._snapshots.in_use

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from areal_core.models.verified import weights_digest
 from tests.faults.history import consumed, looks
 
 _ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
@@ -128,7 +129,7 @@ def _check_history(
     for look in (*looks(entries), _last_look(ledger, incarnation)):
         if look["kind"] == "moved":  # what came after the newest checkpoint is lost with the machine
             batches = {step: groups for step, groups in batches.items() if step <= look["step"]}
-            versions = {version: sha256 for version, sha256 in versions.items() if version <= look["step"]}
+            versions = {version: digest for version, digest in versions.items() if version <= look["step"]}
             steps_of = {group: step for group, step in steps_of.items() if step <= look["step"]}
             rows = {step: groups for step, groups in rows.items() if step <= look["step"]}
             current = -1
@@ -140,7 +141,7 @@ def _check_history(
         if look["incarnation"] != current:
             folded, current = look["folded"], look["incarnation"]  # nothing that it depends on changes any more
             batches = {step: groups for step, groups in batches.items() if step < folded}
-            versions = {version: sha256 for version, sha256 in versions.items() if version < folded}
+            versions = {version: digest for version, digest in versions.items() if version < folded}
             steps_of = {group: step for group, step in steps_of.items() if step < folded}
             rows = {step: groups for step, groups in rows.items() if step < folded}
         findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in look["gone"]]
@@ -150,9 +151,9 @@ def _check_history(
             for group in groups:
                 if steps_of.setdefault(group, step) != step:
                     findings.used_twice.append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
-        for version, sha256 in look["versions"].items():
-            if versions.setdefault(version, sha256) != sha256:
-                findings.versions.append(f"version {version} was {versions[version]}, and {sha256} later")
+        for version, digest in look["versions"].items():
+            if versions.setdefault(version, digest) != digest:
+                findings.versions.append(f"version {version} was {versions[version]}, and {digest} later")
         batches.update(look["batches"])
         versions.update(look["versions"])
         rows.update(look["rows"])
@@ -178,7 +179,7 @@ def _last_look(ledger: sqlite3.Connection, incarnation: int) -> dict[str, Any]:
         "incarnation": incarnation,
         "batches": {step: [group for group, *_ in groups] for step, groups in rows.items()},
         "rows": rows,
-        "versions": dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall()),
+        "versions": dict(ledger.execute("SELECT version, digest FROM versions").fetchall()),
         "folded": ledger.execute("SELECT step FROM forgotten").fetchone()[0],
         "gone": [],
     }
@@ -221,14 +222,15 @@ def _check_tokens(ledger: sqlite3.Connection, summary: dict[str, Any], findings:
 
 def _check_weights(ledger: sqlite3.Connection, folder: Path, findings: Findings) -> None:
     """Versions whose folders are there, and which are not known to be damaged, are what was published."""
-    for version, sha256 in ledger.execute("SELECT version, sha256 FROM versions WHERE version > 0 AND NOT damaged"):
+    for version, digest in ledger.execute("SELECT version, digest FROM versions WHERE version > 0 AND NOT damaged"):
         at = folder / f"v{version:06d}"
         if not (at / "manifest.json").exists():
             continue
-        found, told = _sha256(at / "model.safetensors"), (at / "manifest.json").read_text(errors="replace")
-        if found != sha256 or f'"sha256": "{sha256}"' not in told:
+        file, told = at / "model.safetensors", (at / "manifest.json").read_text(errors="replace")
+        found = weights_digest(file) if file.exists() else "missing"
+        if found != digest or f'"digest": "{digest}"' not in told:
             findings.versions.append(
-                f"version {version} was published as {sha256}, its file is {found}, its manifest {told!r}"
+                f"version {version} was published as {digest}, its file is {found}, its manifest {told!r}"
             )
 
 
@@ -241,7 +243,7 @@ def _check_checkpoints(published: dict[int, str], store: Path, steps: int, findi
         manifest = json.loads(file.read_text())
         findings.checkpoints += _wrong_files(file.parent, manifest["files"])
         findings.checkpoints += _wrong_files(store, manifest["shared"])
-        if manifest["extra"]["version_sha256"] != published.get(manifest["step"]):
+        if manifest["extra"]["version_digest"] != published.get(manifest["step"]):
             findings.checkpoints.append(f"{file.parent} is of a version that was not published")
     if not list(store.glob("final/*.safetensors")):
         findings.lost.append(f"{store}/final holds no model")

@@ -48,7 +48,7 @@ def read_ledger(path: Path) -> Look | None:
                 tokens[step] = tokens.get(step, 0) + sampled
             return Look(
                 incarnation=ledger.execute("SELECT incarnation FROM run").fetchone()[0],
-                versions=dict(ledger.execute("SELECT version, sha256 FROM versions")),
+                versions=dict(ledger.execute("SELECT version, digest FROM versions")),
                 batches={step: tuple(groups) for step, groups in batches.items()},
                 tokens=tokens,
                 folded=ledger.execute("SELECT step FROM forgotten").fetchone()[0],

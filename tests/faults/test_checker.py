@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.payloads import Place
@@ -51,23 +52,23 @@ _PLACE = Place(segment="1", start=0, bytes=1, crc32=0)
 def _weights(left: Left, version: int) -> PolicyVersion:
     """A version, and a checkpoint of it."""
     data = f"weights {version}".encode()
-    sha256 = hashlib.sha256(data).hexdigest()
+    sha256, digest = hashlib.sha256(data).hexdigest(), blake3(data).hexdigest()
     for folder, names in (
-        (left.run / "weights" / f"v{version:06d}", {"version": version, "sha256": sha256, "bytes": len(data)}),
+        (left.run / "weights" / f"v{version:06d}", {"version": version, "digest": digest, "bytes": len(data)}),
         (
             left.store / "checkpoints" / f"step-{version:06d}.1",
             {
                 "step": version,
                 "files": {"model.safetensors": {"bytes": len(data), "sha256": sha256}},
                 "shared": {},
-                "extra": {"version_sha256": sha256},
+                "extra": {"version_digest": digest},
             },
         ),
     ):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(data)
         (folder / "manifest.json").write_text(json.dumps(names))
-    return PolicyVersion(version=version, path=str(left.run / "weights" / f"v{version:06d}"), sha256=sha256)
+    return PolicyVersion(version=version, path=str(left.run / "weights" / f"v{version:06d}"), digest=digest)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
     (made.store / "final" / "model.safetensors").write_bytes(b"final")
     made.config()
     ledger = TrajectoryLedger(made.run / "ledger.sqlite", group_size=1)
-    ledger.publish(PolicyVersion(version=0, path="base", sha256="base"))
+    ledger.publish(PolicyVersion(version=0, path="base", digest="base"))
     ledger.counters.join("generation-0", "url", 0)
     for step in range(1, _STEPS + 1):
         for _ in range(_GROUPS):
@@ -159,7 +160,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
     "servers sampled more": ("tokens", lambda left: left.sql("UPDATE stays SET counted = counted + 1")),
     "a version was another one before": (
         "versions",
-        lambda left: left.sql("UPDATE versions SET sha256 = 'other' WHERE version = 3"),
+        lambda left: left.sql("UPDATE versions SET digest = 'other' WHERE version = 3"),
     ),
     "a version's file is damaged": (
         "versions",
@@ -175,7 +176,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
     ),
     "a checkpoint is of another version": (
         "checkpoints",
-        lambda left: left.sql("UPDATE versions SET sha256 = 'other' WHERE version = 2"),
+        lambda left: left.sql("UPDATE versions SET digest = 'other' WHERE version = 2"),
     ),
     "no summary": ("unresumable", lambda left: (left.run / "summary.json").unlink()),
 }

@@ -44,7 +44,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = (
-    *("version", "path", "sha256", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
+    *("version", "path", "digest", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
     *("update_info", "role", "first", "count", "address", "over", "ready", "pulses"),
 )
 BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)).map(
@@ -136,7 +136,7 @@ def test_only_the_owner_can_read_the_token(run: Launched) -> None:
 
 @REFUSED
 def test_services_refuse_requests_without_the_token(run: Launched, headers: dict[str, str]) -> None:
-    body = b'{"version": 0, "path": "/", "sha256": "x"}'
+    body = b'{"version": 0, "path": "/", "digest": "x"}'
     values = {"{name}": "x", "{version}": "1", "{node}": "n", "{kind}": "logs", "{step}": "999999", "{group_id}": "1"}
     values["{segment}"] = "000001-000001"
     asked = {
@@ -170,7 +170,7 @@ def test_a_stranger_has_the_controller_call_nobody(run: Launched) -> None:
         ("GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for group 999999"),
         ("POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
         (
-            *("POST", "/versions", b'{"version": 0, "path": "/", "sha256": "x"}'),
+            *("POST", "/versions", b'{"version": 0, "path": "/", "digest": "x"}'),
             "version: must be 1 or more, as version 0 is the base model, got 0",
         ),
     ],

@@ -98,7 +98,7 @@ def held(config: RunConfig, run: RunDir) -> dict[int, str]:
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
     try:
         found = [ledger.versions.get(version) for version in range(config.training.steps + 1)]
-        return {version.version: version.sha256 for version in found if version is not None}
+        return {version.version: version.digest for version in found if version is not None}
     finally:
         ledger.close()
 
@@ -147,7 +147,7 @@ def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Pa
         assert here
         for version in here:
             assert weights.is_whole(version)
-            assert version.sha256 == hashes[version.version]
+            assert version.digest == hashes[version.version]
             assert version.path.startswith(str(node.folder))
         assert FileLock.is_held(copy.root / "copy.lock") is False
     logs = run.run.logs

@@ -47,7 +47,7 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
     trajectories = [
         [read_group_file(folder.payloads, group, range(GROUP)) for group in batch.groups] for batch in batches
     ]
-    hashes = [ledger.versions.get(step).sha256 for step in range(STEPS + 1)]
+    hashes = [ledger.versions.get(step).digest for step in range(STEPS + 1)]
     ledger.close()
     with sqlite3.connect(folder.outbox) as outbox:
         rows = outbox.execute("SELECT value FROM metrics WHERE key = 'loss/policy' ORDER BY step").fetchall()

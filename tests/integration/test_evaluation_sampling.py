@@ -29,7 +29,7 @@ PROBLEMS = [
 SAMPLING = Sampling(samples=3, temperature=1.0, max_tokens=12, seed=1, stop_token_ids=(END,))
 
 
-BASE = PolicyVersion(version=0, path="", sha256="")
+BASE = PolicyVersion(version=0, path="", digest="")
 
 
 @pytest.fixture(scope="module")

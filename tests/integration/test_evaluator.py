@@ -74,7 +74,7 @@ def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDi
     with contextlib.closing(Outbox(run.outbox, "r")) as outbox:
         curves = outbox.history()
     for evaluation in scored:
-        (file,) = run.evaluations.glob(f"v{evaluation.version:06d}-{evaluation.sha256[:8]}.jsonl")
+        (file,) = run.evaluations.glob(f"v{evaluation.version:06d}-{evaluation.digest[:8]}.jsonl")
         found = read_records(file)
         assert evaluation.accuracy == sum(record.greedy.right for record in found) / 12
         right = sum(sample.right for record in found for sample in record.samples)

@@ -132,7 +132,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         other = stack.enter_context(serving("embedded", published.base, tmp_path / "b.json", "--slots", 4))
         pool = GenerationPool(completions_per_server=8, patience_s=60)
         pool.registry.subscribe(lambda server, before: changes.append(len(pool.registry.at_work)))
-        base = PolicyVersion(version=0, path=str(published.base), sha256="not looked at")
+        base = PolicyVersion(version=0, path=str(published.base), digest="not looked at")
         await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base)
         await pool.join("b", other.url, lambda: base)
         assert (pool.version, pool.room) == (0, 16)

@@ -107,7 +107,7 @@ def test_the_embedded_engine_and_peft_give_the_same_log_probabilities(
     spec: ModelSpec, base: Path, version: PolicyVersion
 ) -> None:
     engine = OfflineEngine(spec, read_arrays(base, spec), slots=4, base=base)
-    engine.swap(read_version(engine, Path(version.path), version.sha256), version.version)
+    engine.swap(read_version(engine, Path(version.path), version.digest), version.version)
     asked = request(n=2, max_tokens=12)
     [completions] = engine.generate([asked])
     for completion in completions:

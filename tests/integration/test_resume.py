@@ -129,11 +129,11 @@ def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None
     with Launched(adapted, "r") as resumed:
         assert resumed.end() == 2
         assert "model.path: the checkpoint of step" in resumed.output()
-        assert "is an adapter to a model with sha256" in resumed.output()
+        assert "is an adapter to a model with digest" in resumed.output()
     shutil.rmtree(run.root)
     with Launched(adapted, "r") as resumed:  # on a new machine
         assert resumed.end() == 2
-        assert "is an adapter to a model with sha256" in resumed.output()
+        assert "is an adapter to a model with digest" in resumed.output()
 
 
 @pytest.mark.nightly

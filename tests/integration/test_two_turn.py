@@ -39,7 +39,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     groups = [
         read_group_file(run.payloads, group, range(len(group.lengths))) for batch in batches for group in batch.groups
     ]
-    hashes = {ledger.versions.get(step).sha256 for step in range(STEPS + 1)}
+    hashes = {ledger.versions.get(step).digest for step in range(STEPS + 1)}
     ledger.close()
     assert len(hashes) > 1, "no step changed anything"  # one without an advantage does not
     said = np.concatenate([group.tokens[~group.loss_mask] for group in groups])

@@ -78,7 +78,7 @@ def build(
     ledger = WatchedLedger(":memory:", group_size=group)
     ledger.counters.join("engine", "", 0)
     ledger.engine_limit = lambda: (engine.version + eta + 1) * batch
-    ledger.publish(PolicyVersion(version=0, path="base", sha256="0"))
+    ledger.publish(PolicyVersion(version=0, path="base", digest="0"))
     controller = RolloutController(
         config=config,
         source=Prompts(),
@@ -104,7 +104,7 @@ async def train(
         assert await controller.batch(step, timeout_s=20.0) == manifest
         manifests.append(manifest)
         await asyncio.sleep(rng.expovariate(2.0))
-        controller.publish(PolicyVersion(version=step, path=f"v{step}", sha256=f"{step}"))
+        controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
     await asyncio.sleep(linger_s)
     controller.finish("steps")
     await running
@@ -339,7 +339,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
 def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():
     """It is damaged, and made again: what an older one sampled for them would be too old."""
     _, _, engine, ledger, controller = build(5, steps=5, eta=0)
-    ledger.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+    ledger.publish(PolicyVersion(version=1, path="v1", digest="1"))
     ledger.engine_limit = lambda: 16
     group = ledger.admit().group_id
     ledger.versions.mark_damaged(1)
@@ -355,7 +355,7 @@ def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():
         running = asyncio.ensure_future(controller.run())
         await asyncio.sleep(5.0)
         assert controller.running_groups == 0
-        controller.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+        controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
         await asyncio.sleep(0.5)
         assert controller.running_groups == 0
         await asyncio.sleep(0.6)
@@ -374,10 +374,10 @@ def test_an_incarnation_starts_running_groups_again():
         running = asyncio.ensure_future(controller.run())
         for step in (1, 2):
             assert await controller.batch(step, timeout_s=1000.0)
-            controller.publish(PolicyVersion(version=step, path=f"v{step}", sha256=f"{step}"))
+            controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
             await asyncio.sleep(0.5)
         flying = {group.group_id for group in ledger.inflight()}
-        controller.publish(PolicyVersion(version=1, path="v1", sha256="other"))
+        controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
         await asyncio.sleep(5.0)
         assert ledger.incarnation == 1
         assert engine.version == 1
@@ -488,7 +488,7 @@ def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():
     loaded, load = asyncio.Event(), engine.load_version
 
     async def slowly(version: PolicyVersion) -> None:
-        if version.sha256 == "other":
+        if version.digest == "other":
             await loaded.wait()
         await load(version)
 
@@ -497,10 +497,10 @@ def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())
         assert await controller.batch(1, timeout_s=1000.0)
-        controller.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+        controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
         await asyncio.sleep(0.5)
         assert ledger.inflight()
-        controller.publish(PolicyVersion(version=1, path="v1", sha256="other"))
+        controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
         await asyncio.sleep(5.0)
         assert (ledger.inflight(), controller.running_groups) == ([], 0)
         loaded.set()

@@ -18,7 +18,7 @@ GROUPS_PER_BATCH = 2
 
 
 def version(number: int) -> PolicyVersion:
-    return PolicyVersion(version=number, path=f"v{number}", sha256=str(number))
+    return PolicyVersion(version=number, path=f"v{number}", digest=str(number))
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ import pytest
 from areal_core.api.wire import ServerLoad
 from areal_core.generation.client import GenerationClient
 from areal_core.models.folders import ModelSpec
+from areal_core.models.verified import weights_digest
 from areal_core.storage import weights as versions
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 from tests.support import slow
@@ -78,7 +78,7 @@ class Published:
 
 def publish(root: Path, spec: ModelSpec, seeds: dict[int, int]) -> Published:
     base = write(root / "base", spec, seeds[0])
-    zero = PolicyVersion(version=0, path=str(base), sha256=digest(base / "model.safetensors"))
+    zero = PolicyVersion(version=0, path=str(base), digest=weights_digest(base / "model.safetensors"))
     later = {
         version: versions.publish(
             root / "weights", version, {name: tensor.numpy() for name, tensor in weights(spec, seed).items()}
@@ -149,10 +149,6 @@ def require_vllm() -> None:
     if os.environ.get(REQUIRE_VLLM):
         pytest.fail(f"{VLLM_PYTHON} does not exist, and {REQUIRE_VLLM} is set: `make test-vllm` sets it up")
     pytest.skip("needs vLLM in .venv-vllm: `make test-vllm` sets it up")
-
-
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def deviations(reference: Reference, asked: GenerationRequest, completion: Completion) -> np.ndarray:

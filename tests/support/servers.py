@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def version(number: int) -> PolicyVersion:
-    return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"hash-{number}")
+    return PolicyVersion(version=number, path=f"/weights/{number}", digest=f"hash-{number}")
 
 
 def server_load(generated: int, idle_s: float = 0.0) -> ServerLoad:

@@ -23,8 +23,8 @@ from areal_core.api.wire import encode_request
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.models.verified import weights_digest
 from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.storage.checkpoint import describe
 from areal_core.types import GenerationRequest, GroupPayload, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
 from tests.support.runs import Launched, tiny
@@ -220,7 +220,7 @@ class _Reference:
         for number in range(run.config.training.steps):
             version = ledger.versions.get(number)
             assert version is not None
-            assert describe(published.file(version)).sha256 == version.sha256
+            assert weights_digest(published.file(version)) == version.digest
             self._files[number] = published.file(version)
 
     def check(self, payloads: list[GroupPayload]) -> None:

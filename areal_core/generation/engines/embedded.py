@@ -24,7 +24,7 @@ from areal_core.errors import DivergenceError, GenerationError, ModelError
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.slots import STOPPED, Batch, Decoder, Slots
 from areal_core.models.adapters import merged, read_adapter, read_lora
-from areal_core.models.arrays import check_finite, read_arrays
+from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import ModelSpec
 from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array, Lora
 
@@ -138,9 +138,7 @@ class Engine:
         """The weights of a safetensors file, those of an adapter added to the base model's. Raises ModelError for
         others than the engine can run."""
         lora = None if file.is_dir() else read_lora(file)
-        arrays = read_arrays(file, self.spec) if lora is None else self._adapted(file, lora)
-        check_finite(arrays)
-        return arrays
+        return read_arrays(file, self.spec) if lora is None else self._adapted(file, lora)
 
     def _adapted(self, file: Path, lora: Lora) -> dict[str, Float32Array]:
         """The base model is read anew: it costs what reading whole weights does, and no memory in between."""

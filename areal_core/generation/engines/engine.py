@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_core.errors import GenerationError, ModelError
-from areal_core.models.spec import ModelSpec, weights_sha256
+from areal_core.errors import GenerationError, ModelError, one_line
+from areal_core.models.spec import ModelSpec
+from areal_core.models.verified import verified
 from areal_core.storage.weights import weights_file
 from areal_core.types import Completion, GenerationRequest
 
@@ -87,14 +88,15 @@ class ServedEngine(Protocol):
         ...
 
 
-def read_version(engine: ServedEngine, path: Path, sha256: str) -> Any:
+def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
     """The weights of a file or folder that has this hash, made ready for `swap`; touches nothing that runs. Raises
     ModelError for others, and for what the engine can't run."""
     one = weights_file(path)
-    weights = engine.read(one if one.exists() else path)
-    found = weights_sha256(path)
-    if found != sha256:
-        raise ModelError(f"sha256: {path} has {found}, the update names {sha256}")
+    try:
+        with verified(path, digest):
+            weights = engine.read(one if one.exists() else path)
+    except (OSError, ValueError) as error:
+        raise ModelError(one_line(error)) from error
     return engine.prepare(weights)
 
 

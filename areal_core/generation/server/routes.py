@@ -209,20 +209,20 @@ class GenerationServer:
 
     async def _update_weights(self, http: web.Request) -> web.Response:
         info = take(parse_json(await http.read()), "update_info", dict)
-        path, sha256 = take(info, "path", str), take(info, "sha256", str)
+        path, digest = take(info, "path", str), take(info, "digest", str)
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), sha256), sha256
+        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), digest), digest
         return web.json_response({"message": "weights staged"})
 
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = parse_version(parse_json(await http.read()), "weight_version")
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        (staged, sha256), self._staged, self._updating = self._staged, None, False
+        (staged, digest), self._staged, self._updating = self._staged, None, False
         await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
-        self._label, self._name = version, version_name(PolicyVersion(version=version, path="", sha256=sha256))
+        self._label, self._name = version, version_name(PolicyVersion(version=version, path="", digest=digest))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:

@@ -1,12 +1,12 @@
 """What vLLM's processes load of this package. It runs in whatever environment vLLM is installed in, and imports nothing
-else of the package.
+else of the package but the check of versions, `areal_core.models.verified`.
 
 `TokenGuard`: all routes of vLLM, those for development included, take requests with the run's token alone.
 
 `SafetensorsEngine`: weights from a safetensors file; a weight-transfer engine that vLLM loads by its entry point.
 
     /start_weight_update   nothing yet
-    /update_weights        begins to check {"path", "sha256"} in the background, while decoding goes on
+    /update_weights        begins to check {"path", "digest"} in the background, while decoding goes on
     /finish_weight_update  waits for that, then loads; a file that is damaged or does not fit fails before the model
                            is touched
 
@@ -16,18 +16,13 @@ by one process of a machine for all of them.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import hmac
 import os
-import stat
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -41,14 +36,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from areal_core.models.verified import verified
+
 NAME = "areal_safetensors"
 _REFUSED = b'{"error": {"message": "needs the run\'s token", "type": "Error", "param": null, "code": 401}}'
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MARKS = Path("/dev/shm")  # of this machine alone, and of this boot: what a file was before a crash says nothing
-_MARKS_KEPT = 64
-_PIECE = 2**24  # numbers that are looked at at once
-_CHECK_S, _SLOWEST = 5.0, 1e8  # what a check takes at most: seconds, and bytes/s
-_LOOK_S = 0.05  # between two looks whether another process has checked a file
 
 
 @dataclass
@@ -61,7 +53,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     """A safetensors file, or a folder that holds `model.safetensors`, and its hash."""
 
     path: str
-    sha256: str
+    digest: str
 
 
 class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -93,7 +85,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         path = Path(update_info.path)
         file = path / "model.safetensors" if path.is_dir() else path
         self._staged = self._reader.submit(
-            _read, file, update_info.sha256, self._shapes, head_is_embedding=self._head_is_embedding
+            _read, file, update_info.digest, self._shapes, head_is_embedding=self._head_is_embedding
         )
 
     def drain_pending(self) -> None:
@@ -152,16 +144,10 @@ def _shapes(model: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def _read(file: Path, sha256: str, shapes: dict[str, list[int]], *, head_is_embedding: bool) -> dict[str, torch.Tensor]:
-    """Tensors mapped from the file, which was checked. Raises OSError, ValueError or safetensors' error for one that is
-    no good."""
-    with _unchecked(file, sha256) as unchecked:
-        if unchecked:
-            _check_hash(file, sha256)
-        with safe_open(file, framework="pt") as tensors:
-            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
-        if unchecked:
-            _check_numbers(weights)
+def _read(file: Path, digest: str, shapes: dict[str, list[int]], *, head_is_embedding: bool) -> dict[str, torch.Tensor]:
+    """Tensors mapped from the file, which is verified. Raises OSError, or ValueError for one that is no good."""
+    with verified(file, digest), safe_open(file, framework="pt") as tensors:
+        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
     if head_is_embedding and _EMBEDDING in weights:
         weights.setdefault(_HEAD, weights[_EMBEDDING])  # another head may be stored under a config that says tied
     for name in sorted(weights.keys() | shapes.keys()) if shapes else ():
@@ -169,51 +155,3 @@ def _read(file: Path, sha256: str, shapes: dict[str, list[int]], *, head_is_embe
         if given != wanted:
             raise ValueError(f"{name}: must have shape {wanted}, as in the base model, the update has {given}")
     return weights
-
-
-@contextmanager
-def _unchecked(file: Path, sha256: str) -> Iterator[bool]:
-    """Whether the file is to be checked in this block, or another process of this machine has done so; while one does,
-    others wait, unless it takes so long that it may have been stopped. An error in the block leaves the file unchecked.
-    Raises OSError."""
-    found = file.stat()
-    identity = (sha256, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    folder = _MARKS / f"areal-checked-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    owner = folder.lstat()
-    if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o022:
-        raise PermissionError(f"{folder}: must be a folder that this user alone can write")
-    mark = folder / hashlib.sha256(repr(identity).encode()).hexdigest()
-    with mark.open("a+b") as held:
-        _lock(held, _CHECK_S + found.st_size / _SLOWEST)
-        unchecked = os.fstat(held.fileno()).st_size == 0
-        yield unchecked
-        if unchecked:
-            held.write(b"checked")
-    if unchecked:
-        with suppress(FileNotFoundError):  # another process is tidying up as well
-            for old in sorted(folder.iterdir(), key=lambda mark: mark.stat().st_mtime_ns)[:-_MARKS_KEPT]:
-                old.unlink()
-
-
-def _lock(held: IO[bytes], patience_s: float) -> None:
-    """Lock a file, or give up."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        with suppress(BlockingIOError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(_LOOK_S)
-
-
-def _check_hash(file: Path, sha256: str) -> None:
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != sha256:
-        raise ValueError(f"sha256: {file} has {found}, the update names {sha256}")
-
-
-def _check_numbers(weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in weights.items():
-        if not all(piece.isfinite().all() for piece in tensor.flatten().split(_PIECE)):
-            raise ValueError(f"{name}: holds numbers that are not finite")

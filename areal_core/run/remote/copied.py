@@ -14,7 +14,6 @@ over.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 import secrets
@@ -32,6 +31,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
+from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
 from areal_core.run.remote.nodes import GONE_S
@@ -132,12 +132,12 @@ class CopiedFolder:
                 stale.unlink()
         for name, file in wanted.items():
             path = folder / name
-            if path.exists() and path.stat().st_size == file["size"] and _sha256(path) == file["sha256"]:
+            if path.exists() and path.stat().st_size == file["size"] and weights_digest(path) == file["digest"]:
                 continue
             scratch = folder / ".arriving"
             url = f"/model/{urllib.parse.quote(name)}"
             try:
-                fetch(self._head, url, scratch, file["sha256"], stopped=stop.is_set, patience_s=NO_HEAD_S)
+                fetch(self._head, url, scratch, file["digest"], stopped=stop.is_set, patience_s=NO_HEAD_S)
             except AwayError as error:
                 raise RunLostError(str(error)) from None
             scratch.replace(path)
@@ -333,8 +333,3 @@ def _name(run: RunDir) -> str:
     if not run.is_copy:
         write_json(run.copy_file, {"node": secrets.token_hex(8)})
     return json.loads(run.copy_file.read_text())["node"]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans,
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
 from areal_core.launch import logs, process, pulse
+from areal_core.models.verified import weights_digest
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
 from areal_core.run.remote.share import LOGS
 from areal_core.storage import weights
@@ -103,7 +103,7 @@ class Files:
         return web.FileResponse(self._folder / name)
 
     async def _version(self, request: web.Request) -> web.StreamResponse:
-        """The weights of a version, while it is kept; with `sha256` only those."""
+        """The weights of a version, while it is kept; with `digest` only those."""
         number = int(request.match_info["version"])
         if not 1 <= number <= _HIGHEST_VERSION:
             raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
@@ -112,9 +112,9 @@ class Files:
             published = weights.read_manifest(path)
         except StorageError:
             return web.Response(status=404, text=f"version {number} is not there, or not any more")
-        if (asked := request.query.get("sha256", published.sha256)) != published.sha256:
-            return web.Response(status=404, text=f"version {number} has sha256 {published.sha256}, not {asked[:64]}")
-        return web.FileResponse(weights.weights_file(path), headers={"X-Sha256": published.sha256})
+        if (asked := request.query.get("digest", published.digest)) != published.digest:
+            return web.Response(status=404, text=f"version {number} has digest {published.digest}, not {asked[:64]}")
+        return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
 
     async def _payloads(self, request: web.Request) -> web.Response:
         """Parts of a segment, end to end. Whether they are what was stored, who asks for them finds out."""
@@ -169,9 +169,7 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.name] = {"size": path.stat().st_size, "sha256": sha256}
+            found[path.name] = {"size": path.stat().st_size, "digest": weights_digest(path)}
     return found
 
 

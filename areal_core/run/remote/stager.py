@@ -27,7 +27,7 @@ from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
 
-_SHA256 = re.compile("[0-9a-f]{64}")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _PATIENCE_S = 30.0  # for the head node to go on with a version
 _SHUTDOWN_S = 1.0
 
@@ -73,9 +73,9 @@ class Stager:
     async def staged(self, version: PolicyVersion) -> PolicyVersion:
         """A version as it is here; who asks meanwhile waits for the same. Raises ValueError for what is none,
         StorageError, AwayError, OSError."""
-        if version.version < 0 or not _SHA256.fullmatch(version.sha256):
-            raise ValueError("version, sha256: must be a whole number, 0 at least, and 64 hexadecimal digits")
-        key = version.version, version.sha256
+        if version.version < 0 or not _DIGEST.fullmatch(version.digest):
+            raise ValueError("version, digest: must be a whole number, 0 at least, and 64 hexadecimal digits")
+        key = version.version, version.digest
         if key not in self._coming:
             task = self._coming[key] = asyncio.ensure_future(self._bring(version))
             task.add_done_callback(lambda _: self._coming.pop(key))
@@ -85,7 +85,7 @@ class Stager:
         if version.version == 0:
             return await asyncio.to_thread(self._base, version)
         here = self._here.pop(version.version, None)
-        if here is None or here.sha256 != version.sha256:
+        if here is None or here.digest != version.digest:
             here = await asyncio.to_thread(self._fetched, version)
         self._here[version.version] = here
         for old in list(self._here)[: -self._kept]:
@@ -95,17 +95,17 @@ class Stager:
 
     def _base(self, version: PolicyVersion) -> PolicyVersion:
         base = weights.base_version(self._run.info().model_path)
-        if base.sha256 != version.sha256:
-            raise StorageError(f"version 0: {base.path} has sha256 {base.sha256}, not {version.sha256}")
+        if base.digest != version.digest:
+            raise StorageError(f"version 0: {base.path} has digest {base.digest}, not {version.digest}")
         return base
 
     def _fetched(self, version: PolicyVersion) -> PolicyVersion:
-        scratch = self._run.weights / f".v{version.version}.{version.sha256[:16]}"
-        path = f"/versions/{version.version}?sha256={version.sha256}"
+        scratch = self._run.weights / f".v{version.version}.{version.digest[:16]}"
+        path = f"/versions/{version.version}?digest={version.digest}"
         try:
-            fetch(self._head, path, scratch, version.sha256, stopped=self._over.is_set, patience_s=_PATIENCE_S)
+            fetch(self._head, path, scratch, version.digest, stopped=self._over.is_set, patience_s=_PATIENCE_S)
             lora = self._run.config().training.lora.adapter
-            return weights.adopt(self._run.weights, version.version, version.sha256, scratch, lora)
+            return weights.adopt(self._run.weights, version.version, version.digest, scratch, lora)
         finally:
             scratch.unlink(missing_ok=True)
 

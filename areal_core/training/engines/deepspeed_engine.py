@@ -126,6 +126,10 @@ class DeepSpeedEngine(PolicyEngine):
         for name, parameter in self._parameters.items():
             self._put(parameter, kind, values[name])
 
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield name, self._whole(parameter, WEIGHT) if self._stage == 3 else parameter.detach()
+
     def held(self, kind: str) -> dict[str, Float32Array]:
         """One tensor at a time; empty on ranks other than 0."""
         arrays: dict[str, Float32Array] = {}

@@ -63,6 +63,9 @@ class EmulatedTrainingEngine:
     def weights(self) -> dict[str, Float32Array]:
         return dict(self._weights)
 
+    def served(self) -> dict[str, NDArray[Any]]:
+        return dict(self._weights)
+
     def state(self) -> EngineState:
         arrays: dict[str, NDArray[Any]] = {f"weight/{name}": array for name, array in self._weights.items()}
         return EngineState(arrays=arrays, scalars={"updates": self._updates})

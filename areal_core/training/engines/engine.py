@@ -181,6 +181,11 @@ class TrainingEngine(Protocol):
         """Collective. A copy of the weights, by their names in transformers; on ranks other than 0 it may be empty."""
         ...
 
+    def served(self) -> dict[str, NDArray[Any]]:
+        """As `weights`, in the dtype that servers load, bfloat16 as uint16. It stays as it is until the next call but
+        one."""
+        ...
+
     def state(self) -> EngineState:
         """Collective. A copy of the state, to be saved; on ranks other than 0 it may be empty."""
         ...

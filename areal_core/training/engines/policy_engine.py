@@ -101,6 +101,7 @@ class PolicyEngine(ABC):
         self.lora = training.lora.adapter
         self.lora_scale = 1.0 if self.lora is None else self.lora.scale
         self.shapes = trained_shapes(spec, self.lora)  # of what is trained
+        self._copies: list[dict[str, Tensor]] = []  # of what is trained, on the host; the newest comes first
         self._frozen: Mapping[str, Tensor] = {}  # weights that passes compute with and that never change
         self._reference: Mapping[str, Tensor] = {}
         if self.lora is None:
@@ -143,6 +144,11 @@ class PolicyEngine(ABC):
         of the weights' change."""
 
     @abstractmethod
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        """Collective. The weights that are trained, by name, one after another: in the dtype of passes where they are
+        held so, else in float32."""
+
+    @abstractmethod
     def held(self, kind: str) -> dict[str, Float32Array]:
         """Collective. A copy of the trained weights (WEIGHT) or of one of their MOMENTS, by name; on ranks other than 0
         it may be empty."""
@@ -159,6 +165,24 @@ class PolicyEngine(ABC):
 
     def weights(self) -> dict[str, Float32Array]:
         return self.held(WEIGHT)
+
+    def served(self) -> dict[str, NDArray[Any]]:
+        """Two copies in turns: memory that is written again costs a fifth of new memory."""
+        if self.ranks.rank:
+            for _ in self.trained():
+                pass
+            return {}
+        on_gpu = self.device.type == "cuda"
+        if len(self._copies) < 2:
+            size = sum(math.prod(shape) for shape in self.shapes.values())
+            self._copies.append(views(torch.empty(size, dtype=self.dtype, pin_memory=on_gpu), self.shapes))
+        copy, *_ = self._copies = self._copies[::-1]
+        for name, tensor in self.trained():
+            copy[name].copy_(tensor, non_blocking=True)  # and rounded where it is: on a GPU before it leaves
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        half = self.dtype == torch.bfloat16
+        return {name: (one.view(torch.uint16) if half else one).numpy() for name, one in copy.items()}
 
     def state(self) -> EngineState:
         arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
@@ -440,3 +464,9 @@ def _columns(
     }
     recomputed = {"proximal": proximal, "reference": reference}
     return columns | {name: values for name, values in recomputed.items() if values is not None}
+
+
+def views(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The tensors that lie end to end in `flat`, sharing its memory."""
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -10,14 +10,14 @@ arXiv 1710.03740; bfloat16 has float32's range and needs no scaling of the loss)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from areal_core.training.batching.packing import Packed
-from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares
+from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares, views
 from areal_core.types import Float32Array
 
 
@@ -27,14 +27,13 @@ class TorchEngine(PolicyEngine):
     """
 
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: weights[name].shape for name in self.shapes}
-        self.flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
+        self.flat = torch.cat([weights[name].detach().float().flatten() for name in self.shapes]).to(self.device)
         self.gradient = torch.zeros_like(self.flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
         self._working = self.flat.to(self.dtype)
         self._working_gradient = self.gradient.to(self.dtype)
-        self._parameters = _views(self._working, self._shapes)
-        for name, gradient in _views(self._working_gradient, self._shapes).items():
+        self._parameters = views(self._working, self.shapes)
+        for name, gradient in views(self._working_gradient, self.shapes).items():
             self._parameters[name].requires_grad_().grad = gradient
         self._frozen = {name: tensor.to(self.device) for name, tensor in frozen.items()}
         self._all = {**self._frozen, **self._parameters}
@@ -67,12 +66,15 @@ class TorchEngine(PolicyEngine):
         self._refresh()
         return math.sqrt(sum_of_squares([before.sub_(self.flat)]))
 
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, tensor.detach()) for name, tensor in self._parameters.items())
+
     def held(self, kind: str) -> dict[str, Float32Array]:
         copy = self._kept[kind].detach().to("cpu", copy=True)
-        return {name: view.numpy() for name, view in _views(copy, self._shapes).items()}
+        return {name: view.numpy() for name, view in views(copy, self.shapes).items()}
 
     def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
-        for name, view in _views(self._kept[kind], self._shapes).items():
+        for name, view in views(self._kept[kind], self.shapes).items():
             view.copy_(values[name])
         self._refresh()
 
@@ -103,9 +105,3 @@ class TorchEngine(PolicyEngine):
         """Copy the weights to those that passes use."""
         if self._working is not self.flat:
             self._working.copy_(self.flat)
-
-
-def _views(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The tensors that lie end to end in `flat`, sharing its memory."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

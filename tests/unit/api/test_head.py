@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socketserver
 import threading
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from areal_core.api import head as module
 from areal_core.api.head import AwayError, Head, checked_url, fetch, in_file
@@ -19,7 +19,7 @@ from areal_core.errors import ConfigError, StorageError
 from tests.support.remote import HeadNode
 
 DATA = bytes(range(256)) * 64
-SHA256 = hashlib.sha256(DATA).hexdigest()
+DIGEST = blake3(DATA).hexdigest()
 Start = Callable[[type[BaseHTTPRequestHandler]], str]
 
 
@@ -61,9 +61,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         server.server_close()
 
 
-def copied(url: str, target: Path, *, sha256: str = SHA256, stop: bool = False, patience_s: float = 0.3) -> int:
+def copied(url: str, target: Path, *, digest: str = DIGEST, stop: bool = False, patience_s: float = 0.3) -> int:
     head = Head(url, "t", timeout_s=2.0)
-    return fetch(head, "/model/m", target, sha256, stopped=lambda: stop, patience_s=patience_s)
+    return fetch(head, "/model/m", target, digest, stopped=lambda: stop, patience_s=patience_s)
 
 
 @pytest.mark.parametrize(("most", "starts"), [(len(DATA), [0]), (5000, [0, 5000, 10000, 15000])])
@@ -85,8 +85,8 @@ def test_what_is_cut_short_again_and_again_is_named(start: Start, tmp_path: Path
 
 def test_damaged_file_and_one_that_nobody_waits_for_are_named(start: Start, tmp_path: Path) -> None:
     url = start(type("Handler", (Whole,), {"starts": []}))
-    with pytest.raises(StorageError, match=rf"^/model/m is damaged: its sha256 is {SHA256}, must be abc$"):
-        copied(url, tmp_path / "m", sha256="abc")
+    with pytest.raises(StorageError, match=rf"^/model/m is damaged: its digest is {DIGEST}, must be abc$"):
+        copied(url, tmp_path / "m", digest="abc")
     with pytest.raises(AwayError, match="nobody waits for it any more"):
         copied(url, tmp_path / "m", stop=True, patience_s=60.0)
 
@@ -99,13 +99,13 @@ def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
 def test_a_file_that_the_head_node_has_not_and_a_token_that_it_refuses(head_node: HeadNode, tmp_path: Path) -> None:
     head = head_node.head()
     (head_node.model / "merges.txt").touch()
-    empty = hashlib.sha256().hexdigest()
+    empty = blake3().hexdigest()
     assert fetch(head, "/model/merges.txt", tmp_path / "m", empty, stopped=bool, patience_s=1.0) == 0
     with pytest.raises(StorageError, match=r"/model/other: 404: the model has no such file$"):
-        fetch(head, "/model/other", tmp_path / "m", SHA256, stopped=lambda: False, patience_s=60.0)
+        fetch(head, "/model/other", tmp_path / "m", DIGEST, stopped=lambda: False, patience_s=60.0)
     stranger = Head(head.url, "another")
     with pytest.raises(ConfigError, match=r"^--token-file: http://.* refuses this token"):
-        fetch(stranger, "/model/config.json", tmp_path / "m", SHA256, stopped=lambda: False, patience_s=60.0)
+        fetch(stranger, "/model/config.json", tmp_path / "m", DIGEST, stopped=lambda: False, patience_s=60.0)
 
 
 def test_a_head_node_that_has_moved_is_found_by_its_file(head_node: HeadNode, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_completions_survive_the_wire_to_the_bit():
 
 def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
     """vLLM labels tokens with what it has loaded last."""
-    version = PolicyVersion(version=12, path="/v", sha256="ab12cd34" * 8)
+    version = PolicyVersion(version=12, path="/v", digest="ab12cd34" * 8)
     name = version_name(version)
     assert name == "policy-12-ab12cd34"
     assert orjson.loads(encode_request(REQUEST, name))["model"] == name
@@ -62,7 +62,7 @@ def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
     for got, sent in zip(parse_generation(orjson.dumps(body)), COMPLETIONS, strict=True):
         np.testing.assert_array_equal(got.versions, np.full(len(sent.token_ids), 12))
     assert version_name(dataclasses.replace(version, version=0)) == "policy"
-    assert version_name(dataclasses.replace(version, sha256="0" * 64)) != name
+    assert version_name(dataclasses.replace(version, digest="0" * 64)) != name
 
 
 def test_fields_are_those_of_vllm():

@@ -23,7 +23,7 @@ from tests.support.models import write_tiny
 
 def scored(version: int, accuracy: float) -> Evaluation:
     return Evaluation(
-        version=version, sha256="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
+        version=version, digest="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
     )
 
 

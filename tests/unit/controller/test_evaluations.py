@@ -25,7 +25,7 @@ def ledger(tmp_path: Path) -> Iterator[TrajectoryLedger]:
     """Of versions 0 to 5."""
     with closing(TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=1)) as ledger:
         for number in range(6):
-            ledger.publish(PolicyVersion(version=number, path=str(tmp_path), sha256=str(number)))
+            ledger.publish(PolicyVersion(version=number, path=str(tmp_path), digest=str(number)))
         yield ledger
 
 

@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[TrajectoryLedger]:
     opened = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=2)
-    opened.publish(PolicyVersion(version=0, path="base", sha256="0"))
+    opened.publish(PolicyVersion(version=0, path="base", digest="0"))
     yield opened
     opened.close()
 
@@ -70,7 +70,7 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
     )
     ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
-    ledger.publish(PolicyVersion(version=step, path=f"v{step}", sha256=str(step)))
+    ledger.publish(PolicyVersion(version=step, path=f"v{step}", digest=str(step)))
 
 
 def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
@@ -80,7 +80,7 @@ def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
     return Evaluation(
-        version=version, sha256=str(version), accuracy=accuracy, prompts=10, no_result=0, mean_tokens=5.0, wall_s=0.1
+        version=version, digest=str(version), accuracy=accuracy, prompts=10, no_result=0, mean_tokens=5.0, wall_s=0.1
     )
 
 

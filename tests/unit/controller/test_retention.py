@@ -36,9 +36,9 @@ def retention(config: dict[str, Any], **given: Any) -> Retention:
 
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
-    sha256 = f"{version:064x}"[::-1]
+    digest = f"{version:064x}"[::-1]
     return Evaluation(
-        version=version, sha256=sha256, accuracy=accuracy, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0
+        version=version, digest=digest, accuracy=accuracy, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0
     )
 
 
@@ -48,7 +48,7 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
 ) -> None:
     recorder = MagicMock()
     recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n) for n in range(7)]
-    names = {known.version: f"v{known.version:06d}-{known.sha256[:8]}" for known in recorder.evaluations}
+    names = {known.version: f"v{known.version:06d}-{known.digest[:8]}" for known in recorder.evaluations}
     endings = (".jsonl", ".html", ".table.json")
     for name in (*names.values(), "v000035-00000000", "notes"):  # version 35 is being scored
         for ending in endings:

@@ -1,19 +1,19 @@
 """The client of one server, against servers that do as they are told: the embedded one's dialect, and vLLM's."""
 
 import asyncio
-import hashlib
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from areal_core.api.wire import version_name
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation import client as module
 from areal_core.generation.client import GenerationClient
-from areal_core.models.spec import weights_sha256
+from areal_core.models import verified
+from areal_core.models.tensorfile import write_tensors
 from areal_core.storage.weights import publish, weights_file
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
@@ -112,8 +112,8 @@ async def test_a_server_that_is_silent_is_lost(server, connect):
 @pytest.fixture
 def weights(tmp_path):
     """A version with a file, which vLLM's client looks at."""
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    return PolicyVersion(version=7, path=str(tmp_path), sha256=hashlib.sha256(b"weights").hexdigest())
+    written = write_tensors(tmp_path / "model.safetensors", {"w": np.ones(3, np.float32)})
+    return PolicyVersion(version=7, path=str(tmp_path), digest=written.digest)
 
 
 PAUSES = {  # of the embedded server, and of vLLM where that is another
@@ -129,7 +129,7 @@ async def test_an_update_goes_through_its_phases_in_order(server, client, interr
     await client.load_version(version(7), interruption)
     assert server.calls == [
         ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"path": "/weights/7", "sha256": "hash-7"}}),
+        ("/update_weights", {"update_info": {"path": "/weights/7", "digest": "hash-7"}}),
         (PAUSES[interruption][0], None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/resume", None),
@@ -146,7 +146,7 @@ async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights,
     assert before == too != after
     assert vllm.updates() == [
         ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"path": weights.path, "sha256": weights.sha256}}),
+        ("/update_weights", {"update_info": {"path": weights.path, "digest": weights.digest}}),
         (PAUSES[interruption][1], None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/reset_prefix_cache", None),
@@ -157,7 +157,7 @@ async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights,
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda file: file.write_bytes(b"waights"), r"version 7 was not loaded: sha256: .* has .*, the update names"),
+        (lambda file: file.write_bytes(b"waights"), r"version 7 was not loaded: digest: .* has .*, not "),
         (lambda file: file.unlink(), r"version 7 was not loaded: .*No such file"),
     ],
 )
@@ -171,13 +171,14 @@ async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp
 
 async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch, connect, vllm):
     hashed = []
-    monkeypatch.setattr(module, "weights_sha256", lambda path: hashed.append(path) or weights_sha256(path))
+    check = verified._check
+    monkeypatch.setattr(verified, "_check", lambda *version: hashed.append(version[0]) or check(*version))
     async with FakeServer("0.32.0") as other:
         clients = [await connect(server) for server in (vllm, other, vllm)]
         await asyncio.gather(*(client.load_version(weights, "resubmit") for client in clients))
         assert hashed == [tmp_path]
-        (tmp_path / "model.safetensors").write_bytes(b"damaged")  # as long as it was
-        with pytest.raises(ServerLostError, match="sha256"):
+        (tmp_path / "model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(ServerLostError, match="digest"):
             await clients[0].load_version(weights, "resubmit")
     assert hashed == [tmp_path, tmp_path]
 
@@ -339,11 +340,11 @@ async def far(server, stager, connect):
 
 async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, stager, far):
     await far.load_version(version(3), "recompute")
-    asked = {"version": 3, "path": "/weights/3", "sha256": "hash-3"}
+    asked = {"version": 3, "path": "/weights/3", "digest": "hash-3"}
     assert stager.asked == [(asked, "Bearer t", [])]
     assert server.updates()[:2] == [
         ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"path": "/here/3", "sha256": "hash-3"}}),
+        ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}),
     ]
 
 
@@ -352,7 +353,7 @@ async def test_a_version_brought_to_vllm_is_not_looked_for_here(vllm, connect):
         client = await connect(vllm, token="t", stager=stager.url)
         await client.load_version(version(3), "resubmit")
         await client.reload(version(4))
-    assert ("/update_weights", {"update_info": {"path": "/here/3", "sha256": "hash-3"}}) in vllm.calls
+    assert ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}) in vllm.calls
     call = {"method": "reload_weights", "kwargs": {"weights_path": "/here/4"}}
     assert ("/collective_rpc", call) in vllm.calls
 
@@ -473,7 +474,7 @@ async def test_an_interrupted_request_goes_on_under_the_new_name(vllm, adapting,
 async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_base(vllm, connect, tmp_path):
     """By a client of its own, as the evaluator is."""
     first, second = [await connect(vllm, adapters=True) for _ in range(2)]
-    version, base = published(tmp_path, 1), PolicyVersion(version=0, path=str(tmp_path), sha256="0" * 64)
+    version, base = published(tmp_path, 1), PolicyVersion(version=0, path=str(tmp_path), digest="0" * 64)
     for client in (first, second):
         await client.load_version(version, "wait")
     assert paths(vllm).count("/v1/load_lora_adapter") == 1
@@ -486,7 +487,7 @@ async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_
 async def test_a_damaged_adapter_is_not_loaded(vllm, adapting, tmp_path):
     version = published(tmp_path, 1)
     weights_file(tmp_path / "v000001").write_bytes(b"damaged")
-    with pytest.raises(ServerLostError, match="version 1 was not loaded: sha256: "):
+    with pytest.raises(ServerLostError, match="version 1 was not loaded: digest: "):
         await adapting.load_version(version, "recompute")
     assert paths(vllm) == ["/v1/models"]
 

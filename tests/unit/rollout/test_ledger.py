@@ -35,7 +35,7 @@ def selection(policy: str = "admit", groups: int = 2, max_staleness: int = 1, ma
 
 
 def version(number: int, content: str = "a") -> PolicyVersion:
-    return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"{number}{content}")
+    return PolicyVersion(version=number, path=f"/weights/{number}", digest=f"{number}{content}")
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
         ledger.publish(version(number))
     ledger.versions.mark_damaged(2)
     assert (ledger.versions.newest(), ledger.versions.get(2), ledger.versions.last()) == (None, None, 2)
-    assert [ledger.versions.sha256(number) for number in (2, 3)] == [version(2).sha256, None]
+    assert [ledger.versions.digest(number) for number in (2, 3)] == [version(2).digest, None]
     assert ledger.publish(version(2)) == "same"
     assert (ledger.versions.newest(), ledger.incarnation) == (version(2), 0)
     ledger.versions.mark_damaged(2)
@@ -318,15 +318,15 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
         ledger.fix_batch(step, selection(groups=1))
         ledger.publish(version(step))
         ledger.notes.publish(step, float(step))
-    scored = Evaluation(version=1, sha256="", accuracy=0.5, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0)
+    scored = Evaluation(version=1, digest="", accuracy=0.5, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0)
     ledger.notes.add_evaluation(scored)
     while ledger.free(6):
         pass
     folded(ledger, 2)  # which is to be scored
-    assert [number for number in range(7) if ledger.versions.sha256(number)] == [0, 2, 6]
+    assert [number for number in range(7) if ledger.versions.digest(number)] == [0, 2, 6]
     assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
     assert ledger.publish(version(3)) == "same"  # late
-    assert ledger.versions.sha256(3) is None
+    assert ledger.versions.digest(3) is None
     assert ledger.incarnation == 0
     with pytest.raises(LedgerError, match=f"no group {groups[0]}"):
         ledger.lose(groups[0])

@@ -76,7 +76,7 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
         begun.set()
         assert may_write.wait(PATIENCE_S)
         done.append(("written", version))
-        return PolicyVersion(version=version, path=str(folder), sha256="0" * 64)
+        return PolicyVersion(version=version, path=str(folder), digest="0" * 64)
 
     def learn(batch: TrainingBatch, times: StepTimes) -> Any:
         stats = learns(batch, times)

@@ -138,7 +138,7 @@ def test_a_damaged_model_is_an_error_that_names_it(head_node: HeadNode, node: Ca
     machine = node(head)
     assert machine.copy.find(1.0, machine.stop)
     (head_node.model / "config.json").write_text("changed")
-    with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its sha256 is "):
+    with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its digest is "):
         node(head).take()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from areal_core.api.access import authorization
 from areal_core.api.head import Head
@@ -68,7 +68,7 @@ def test_what_a_copy_begins_with(ask: Asked, head_node: HeadNode) -> None:
     assert about["info"]["checkpoint_url"] == head_node.run.info().checkpoint_url
     data = (head_node.model / "model.safetensors").read_bytes()
     assert about["model"].keys() == {"config.json", "model.safetensors"}
-    assert about["model"]["model.safetensors"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert about["model"]["model.safetensors"] == {"size": len(data), "digest": blake3(data).hexdigest()}
     assert ask("GET", "/model/model.safetensors") == (200, data)
 
 
@@ -83,10 +83,10 @@ def test_a_version_as_long_as_it_is_kept(ask: Asked, head_node: HeadNode) -> Non
     made = head_node.publish(7)
     data = weights.weights_file(Path(made.path)).read_bytes()
     assert ask("GET", "/versions/7") == (200, data)
-    assert ask.headers["X-Sha256"] == made.sha256 == hashlib.sha256(data).hexdigest()
-    assert ask("GET", f"/versions/7?sha256={made.sha256}") == (200, data)
-    line = f"version 7 has sha256 {made.sha256}, not abc"
-    assert ask("GET", "/versions/7?sha256=abc") == (404, line.encode())
+    assert ask.headers["X-Digest"] == made.digest == blake3(data).hexdigest()
+    assert ask("GET", f"/versions/7?digest={made.digest}") == (200, data)
+    line = f"version 7 has digest {made.digest}, not abc"
+    assert ask("GET", "/versions/7?digest=abc") == (404, line.encode())
     weights.release(head_node.run.weights, [7])
     assert ask("GET", "/versions/7") == (404, b"version 7 is not there, or not any more")
 

@@ -88,13 +88,13 @@ async def test_servers_that_ask_at_once_wait_for_one_download(
     asking = [asyncio.ensure_future(stager.staged(made)) for _ in range(8)]
     while not counting.asked:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert held(copy) == [f".v3.{made.sha256[:16]}"]  # not there before it is whole
+    assert held(copy) == [f".v3.{made.digest[:16]}"]  # not there before it is whole
     counting.go_on.set()
     found = await asyncio.gather(*asking)
     assert counting.asked == ["3"]
     [here] = set(found)
     assert here == weights.read_manifest(weights.version_folder(copy.weights, 3))
-    assert (here.version, here.sha256) == (3, made.sha256)
+    assert (here.version, here.digest) == (3, made.digest)
     assert here.path != made.path
     assert weights.is_whole(here)
     assert await stager.staged(made) == here
@@ -126,7 +126,7 @@ async def test_a_version_that_was_replaced_is_brought_again(
     before = await stager.staged(head_node.publish(3))
     after = await stager.staged(head_node.publish(3, value=0.5))
     assert before.path == after.path
-    assert before.sha256 != after.sha256
+    assert before.digest != after.digest
     assert weights.is_whole(after)
     assert counting.asked == ["3", "3"]
 
@@ -135,8 +135,8 @@ async def test_the_base_model_is_the_machines_own(stager: Stager, counting: Coun
     base = weights.base_version(str(head_node.model))
     elsewhere = dataclasses.replace(base, path="/elsewhere")
     assert await stager.staged(elsewhere) == base
-    with pytest.raises(StorageError, match=r"^version 0: .* has sha256 .*, not 0{64}$"):
-        await stager.staged(dataclasses.replace(base, sha256="0" * 64))
+    with pytest.raises(StorageError, match=r"^version 0: .* has digest .*, not 0{64}$"):
+        await stager.staged(dataclasses.replace(base, digest="0" * 64))
     assert not counting.asked
 
 
@@ -144,11 +144,11 @@ async def test_weights_with_another_hash_are_refused_and_leave_nothing(
     stager: Stager, head_node: HeadNode, copy: RunDir
 ) -> None:
     made = head_node.publish(3)
-    wrong = dataclasses.replace(made, sha256="0" * 64)
-    with pytest.raises(StorageError, match=rf"is damaged: its sha256 is {made.sha256}, must be 0{{64}}$"):
+    wrong = dataclasses.replace(made, digest="0" * 64)
+    with pytest.raises(StorageError, match=rf"is damaged: its digest is {made.digest}, must be 0{{64}}$"):
         await stager.staged(wrong)
     assert held(copy) == []
-    assert (await stager.staged(made)).sha256 == made.sha256
+    assert (await stager.staged(made)).digest == made.digest
 
 
 async def test_weights_that_are_cut_short_are_refused_and_leave_nothing(
@@ -162,10 +162,10 @@ async def test_weights_that_are_cut_short_are_refused_and_leave_nothing(
     assert weights.is_whole(await stager.staged(made))
 
 
-@pytest.mark.parametrize(("number", "sha256"), [(-1, "0" * 64), (1, "../../x"), (1, ""), (1, "0" * 63)])
-async def test_what_is_no_version(stager: Stager, counting: Counting, number: int, sha256: str) -> None:
-    with pytest.raises(ValueError, match=r"^version, sha256: must be"):
-        await stager.staged(PolicyVersion(version=number, path="", sha256=sha256))
+@pytest.mark.parametrize(("number", "digest"), [(-1, "0" * 64), (1, "../../x"), (1, ""), (1, "0" * 63)])
+async def test_what_is_no_version(stager: Stager, counting: Counting, number: int, digest: str) -> None:
+    with pytest.raises(ValueError, match=r"^version, digest: must be"):
+        await stager.staged(PolicyVersion(version=number, path="", digest=digest))
     assert not counting.asked
 
 
@@ -216,7 +216,7 @@ async def test_its_refusals_are_one_line(asked: Post, counting: Counting, head_n
     for body, status in (
         (made, 502),
         (made | {"version": 77}, 502),
-        (made | {"sha256": "x"}, 400),
+        (made | {"digest": "x"}, 400),
         ({}, 400),
         ([], 400),
     ):

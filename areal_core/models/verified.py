@@ -1,0 +1,115 @@
+"""The hash of model weights, and its check once a machine, by whichever process is first to load a version.
+
+vLLM's processes import this module too, in an environment of their own: it takes blake3, numpy, safetensors and nothing
+else of this package.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {  # bits that are all set where it is not finite
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F32": (np.uint32, 0x7F800000),
+    "F64": (np.uint64, 0x7FF0 << 48),
+}
+_MARKS = Path("/dev/shm")  # of this machine and this boot: what a file held before a crash says nothing
+_MARKS_KEPT = 64
+_PIECE = 2**18  # numbers that are looked at at once, so that they stay in the processor's cache
+_CHECK_S, _SLOWEST = 5.0, 1e8  # what a check takes at most: seconds, and bytes/s
+_LOOK_S = 0.02  # between two looks whether another process has checked a version
+
+
+def weights_digest(source: Path) -> str:
+    """The blake3 hash of one file, or of the safetensors file of a folder; of several, the hash of theirs. Raises
+    OSError."""
+    digests = [blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest() for file in _files(source)]
+    return digests[0] if len(digests) == 1 else blake3("".join(digests).encode()).hexdigest()
+
+
+@contextmanager
+def verified(source: Path, digest: str) -> Iterator[None]:
+    """A block that reads a file, or a folder's safetensors files, which have this hash and hold finite numbers alone.
+
+    The first process of the machine that asks checks them, while others wait for its mark in shared memory; a mark
+    holds for these very files. One that takes too long may have been stopped, and is not waited for; one that dies or
+    finds damage leaves no mark. Raises ValueError for files that are not so, or that were replaced in the block;
+    OSError for others that can't be read.
+    """
+    found = _identity(source)
+    with _mark(repr((digest, found))).open("a+b") as mark:
+        _lock(mark, _CHECK_S + sum(size for _, _, size, *_ in found) / _SLOWEST)
+        if not os.fstat(mark.fileno()).st_size:
+            _check(source, digest)
+            mark.write(b"verified")
+    yield
+    if _identity(source) != found:
+        raise ValueError(f"{source}: was replaced while it was read")
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(source.glob("*.safetensors")) or [source / "model.safetensors"] if source.is_dir() else [source]
+
+
+def _identity(source: Path) -> list[tuple[int, ...]]:
+    stats = [file.stat() for file in _files(source)]
+    return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
+
+
+def _check(source: Path, digest: str) -> None:
+    if (found := weights_digest(source)) != digest:
+        raise ValueError(f"digest: {source} has {found}, not {digest}")
+    for file in _files(source):
+        try:
+            with safe_open(file, framework="numpy"):  # which checks the header
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file}: not a readable safetensors file ({error})") from None
+        with file.open("rb") as stream:
+            begin = 8 + int.from_bytes(stream.read(8), "little")
+            tensors: dict[str, Any] = json.loads(stream.read(begin - 8))
+        data = np.memmap(file, np.uint8, "r")[begin:]
+        for name, tensor in tensors.items():
+            if name != "__metadata__" and tensor["dtype"] in _EXPONENTS:
+                bits, exponent = _EXPONENTS[tensor["dtype"]]
+                numbers = data[slice(*tensor["data_offsets"])].view(bits)
+                for at in range(0, len(numbers), _PIECE):
+                    if (numbers[at : at + _PIECE] & bits(exponent)).max() == exponent:
+                        raise ValueError(f"{name}: holds numbers that are not finite")
+
+
+def _mark(key: str) -> Path:
+    """The file of a mark, which may not exist; the oldest others are deleted. Raises OSError."""
+    folder = _MARKS / f"areal-verified-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    owner = folder.lstat()
+    if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o022:
+        raise PermissionError(f"{folder}: must be a folder that this user alone can write")
+    with suppress(FileNotFoundError):  # another process is tidying up as well
+        for old in sorted(folder.iterdir(), key=lambda mark: mark.stat().st_mtime_ns)[: 1 - _MARKS_KEPT]:
+            old.unlink()
+    return folder / hashlib.sha256(key.encode()).hexdigest()
+
+
+def _lock(mark: IO[bytes], patience_s: float) -> None:
+    """Lock a file, or give up."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_S)
