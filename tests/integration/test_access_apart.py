@@ -1,4 +1,4 @@
-"""The services by which machines that share no folder take part in a run: nobody without its token is served, whatever
+"""The services by which other machines take part in a run: nobody without its token is served, whatever
 he sends, and nothing that anybody sends ends one of them."""
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SERVICES = ("controller", "files", "generation", "publisher", "rewards", "stager
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """A run whose generation is on a machine that shares no folder with the head node."""
+    """A run whose generation is on another machine than the head node."""
     folder = tmp_path_factory.mktemp("apart")
-    launch = {"restarts": 0, "remote_roles": "generation", "copies": True}
+    launch = {"restarts": 0, "remote_roles": "generation"}
     config = tiny(folder / "head", training={"steps": 100_000}, evaluation={"enabled": False}, launch=launch)
     with Launched(config, "r") as launched:
         launched.pid("files")
