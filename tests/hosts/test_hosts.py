@@ -1,5 +1,5 @@
-"""A run across machines, each a network namespace: control, storage and rank 0 on one, generation on one, rank 1 on one,
-rewards on one. They are cut off and return, a rank dies or hangs, and the run ends in order."""
+"""A run across machines, each a network namespace. Some are cut off and return, a rank dies or hangs, and the run ends
+in order. The head node has control, storage and rank 0."""
 
 from __future__ import annotations
 
