@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import stat
 import threading
 import time
@@ -23,7 +22,6 @@ from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote import copied as module
-from areal_core.run.remote import nodes as nodes_module
 from areal_core.run.remote.copied import CopiedFolder, Place, RunLostError
 from areal_core.run.remote.share import Share
 from areal_core.run.supervision import Supervision
@@ -206,20 +204,6 @@ def test_what_processes_write_is_on_the_head_node_at_the_end(head_node: HeadNode
     assert machine.failure is None
 
 
-def test_a_run_that_ends(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    place = node(head_node.head()).take()
-    assert not place.ended()
-    write_json(head_node.run.summary, {})
-    wait_for(place.ended)
-
-
-def test_a_run_that_ends_otherwise(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    place = node(head_node.head()).take()
-    head_node.files.ended = "otherwise"
-    with pytest.raises(ProcessError, match=r"^run r has ended and left no summary$"):
-        wait_for(place.ended)
-
-
 def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
     head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,20 +254,6 @@ def test_a_share_that_another_machine_has(
         assert not taking.done()
         first.end()
         assert taking.result(PATIENCE_S).run.root == second.folder / "runs" / "r"
-
-
-def test_a_share_whose_machine_is_gone_is_taken_over(
-    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes_module, "GONE_S", 0.5)
-    head = head_node.head()
-    silenced = Head(head.url, head.token)
-    first = node(silenced, "first")
-    first.take()
-    silenced.token = "another"
-    wait_for(lambda: first.failure)
-    second = node(head, "second")
-    assert second.take().run.root == second.folder / "runs" / "r"
 
 
 def test_a_folder_is_one_commands(
@@ -342,19 +312,3 @@ def test_what_answers_and_is_no_head_node(node: Callable[..., Node], serve: Any)
     for make, line in cases.items():
         with pytest.raises(ConfigError, match=line):
             node(Head(serve(make), "t")).copy.find(1.0, StopSignal())
-
-
-def test_a_run_that_has_ended_is_not_waited_for(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    write_json(head_node.run.summary, {})
-    copy = node(head_node.head()).copy
-    assert copy.find(60.0, StopSignal()) is None
-    assert copy.run.root.name == "r"
-
-
-def test_a_copy_that_was_thrown_away_is_made_anew(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    head = head_node.head()
-    first = node(head)
-    first.take()
-    first.end()
-    shutil.rmtree(first.folder)
-    assert node(head).take().run.token() == head_node.run.token()
