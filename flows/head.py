@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from uuid import UUID
 
@@ -13,7 +12,6 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, StorageError
 from areal_core.run import launcher as core
-from areal_core.run.remote_worker import RemoteWorker, Share, SharedFolder
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
@@ -39,54 +37,23 @@ def lead(config: RunConfig, run_id: str, known_by: str, log: Log, reclaimed: Cal
             if run_dir.summary.exists():
                 summary = core.read_summary(run_dir)
             else:
-                with _Ranks(run_dir, config, log) as ranks:
-                    looks = _Looks(run_dir, log, lambda: reclaimed() or ranks.failure)
-                    summary = run_roles(run_dir, progress, log, on_look=looks)
+                summary = run_roles(run_dir, progress, log, on_look=_Looks(run_dir, log, reclaimed))
         finally:
             _keep(run_dir, config, log)
     report(summary, run_dir)
     return summary
 
 
-class _Ranks:
-    """The head node's own share of the ranks, where several nodes train; else nothing. A context."""
-
-    def __init__(self, run_dir: RunDir, config: RunConfig, log: Log) -> None:
-        self.failure: str | None = None  # why it has ended, if not in order
-        self._thread: threading.Thread | None = None
-        if "trainer" in config.remote_roles:
-            share, folder = Share(role="trainer", first=0), SharedFolder(run_dir)
-            self._worker = RemoteWorker(share, folder, config.launch.address, log=log)
-            self._thread = threading.Thread(target=self._work, name="ranks", daemon=True)
-
-    def __enter__(self) -> _Ranks:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._worker.leave("the head node is done")
-            self._thread.join()
-
-    def _work(self) -> None:
-        try:
-            self._worker.work()
-        except ArealError as error:
-            self.failure = str(error)
-
-
 class _Looks:
     """What the launcher of a head node sees to besides."""
 
-    def __init__(self, run_dir: RunDir, log: Log, ends: Callable[[], str | None]) -> None:
-        """`ends` says why this node can't go on; None: it can."""
-        self._run_dir, self._log, self._ends = run_dir, log, ends
+    def __init__(self, run_dir: RunDir, log: Log, reclaimed: Callable[[], str | None]) -> None:
+        self._run_dir, self._log, self._reclaimed = run_dir, log, reclaimed
         self._told: whereabouts.Whereabouts | None = None
         self._asked: str | None = None
 
     def __call__(self, run: core.Run) -> None:
-        if why := self._ends():
+        if why := self._reclaimed():
             run.stop(f"the head node can't go on: {why}")
             return
         with seen_where_it_answers():

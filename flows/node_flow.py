@@ -3,7 +3,7 @@
     check the node -> lead the run, or take a share of it over -> its end
 
 The first node that trains leads: the launcher runs there, with all roles that other nodes don't have. It tells the
-others where it is, and the run's token, by a secret block of Prefect's. They have no folder in common with it.
+others where it is, and the run's token, by a secret block of Prefect's.
 A node that is to be reclaimed leaves the run; the flow that has provisioned it gives its share to another one.
 """
 

@@ -18,7 +18,7 @@ _TYPE = "secret"  # of the block
 
 @dataclass(frozen=True)
 class Whereabouts:
-    url: str  # of the head node's files
+    url: str  # of the head node's data server
     token: str
 
 

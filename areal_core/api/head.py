@@ -1,7 +1,6 @@
-"""The head node's files, as a remote worker and its ranks ask for them: areal_core.run.remote.files serves them.
+"""Client of the head node's data server (areal_core.run.remote.files), for remote workers and their ranks.
 
-Synchronous and stdlib only. The head node may be away for a while, or come back at another address: where that is asked
-anew, it is asked for every connection. Every request is safe to repeat.
+Synchronous and stdlib only. The head node may be away for a while. Every request is safe to repeat.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Head:
     """Where the head node is, and what it takes to be served."""
 
     def __init__(self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
-        """`where` is its URL, or gives it, and raises AwayError where there is none yet; `token` is the run's. Raises
-        ConfigError for what is no URL."""
+        """`token` is the run's. `where` is the URL, or gives it for every connection, for a run whose head node may be
+        replaced; then it raises AwayError where there is none yet. Raises ConfigError for what is no URL."""
         self._where = checked_url(where) if isinstance(where, str) else where
         self.token = token
         self.timeout_s = timeout_s
@@ -177,21 +176,9 @@ def checked_url(url: str) -> str:
         usable = False
     if not usable:
         raise ConfigError(
-            f"--head: must be the URL of the head node's files, as http://10.0.0.1:8900, or @FILE, got {url!r}"
+            f"--head: must be the URL of the head node's data server, as http://10.0.0.1:8900, got {url!r}"
         )
     return url.rstrip("/")
-
-
-def in_file(file: Path) -> Callable[[], str]:
-    """The URL that a file names, {"url": ...}, read anew by every call, which raises AwayError where there is none."""
-
-    def read() -> str:
-        try:
-            return checked_url(str(json.loads(file.read_text())["url"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise AwayError(f'{file} names no head node, {{"url": ...}}: {_line(str(error).encode())}') from None
-
-    return read
 
 
 def parsed(content: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""How long clients of this package's HTTP servers may be silent. Every server is started with a `runner` from here.
+"""How this package's HTTP servers listen, and how long their clients may be silent. Every server is started from here.
 
 aiohttp has one time limit, `keepalive_timeout`, an hour by default. It bounds the time in which the headers of the next
 request must have come, however slowly they come. Nothing bounds a body.
@@ -7,12 +7,21 @@ request must have come, however slowly they come. Nothing bounds a body.
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from areal_core.errors import ConfigError
+from areal_core.storage.rundir import write_json
+
 _LEAST_BYTES = 1024  # of a body, in that time
+_FIRST_PORT, _TRIES = 10_000, 100  # of a listener that keeps its port
+_RELEASE_S, _AGAIN_S = 5.0, 0.2  # for the port of a process that has just been killed
 
 
 def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> web.AppRunner:
@@ -27,6 +36,59 @@ def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> w
 
     app.middlewares.append(received)  # the last one: behind the door
     return web.AppRunner(app, access_log=None, keepalive_timeout=silent_s, **options)
+
+
+async def listen(runner: web.AppRunner, address: str, port: int = 0, *, kept: Path | None = None) -> str:
+    """Listen on `address` and return the URL. With `port` 0 the kernel chooses a free port.
+
+    With the file `kept`, a listener has the same port whenever it is started again: the file's, else a free one, which
+    is written there. Raises ConfigError where the kept port is taken, and OSError.
+    """
+    if kept is None or port:
+        await web.TCPSite(runner, address, port).start()
+    elif kept.exists():
+        await _listen_again(runner, address, int(kept.read_text()), kept)
+    else:
+        await _listen_on_first(runner, address, _lasting_ports())
+        write_json(kept, runner.addresses[0][1])
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Path) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _RELEASE_S
+    while True:
+        try:
+            await web.TCPSite(runner, address, port).start()
+            return
+        except OSError as error:
+            if loop.time() > deadline:
+                why = os.strerror(error.errno or 0)
+                raise ConfigError(
+                    f"{kept}: this machine can't listen on port {port} of {address} again: {why}; end what uses the "
+                    "port, or delete the file to have another one chosen"
+                ) from None
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def _listen_on_first(runner: web.AppRunner, address: str, ports: Sequence[int]) -> None:
+    """Listen on the first port that is free."""
+    for port in ports[:-1]:
+        try:
+            await web.TCPSite(runner, address, port).start()
+            return
+        except OSError:  # taken: the next one
+            continue
+    await web.TCPSite(runner, address, ports[-1]).start()
+
+
+def _lasting_ports() -> list[int]:
+    """Some ports that the kernel gives to no connection, which could take one while its listener is started again; and
+    any port, should all of these be taken."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(_FIRST_PORT, max(low, _FIRST_PORT))
+    return [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]
 
 
 async def _read(request: web.Request, silent_s: float) -> None:

@@ -192,6 +192,11 @@ def _check_hosts(config: RunConfig) -> None:
         raise ConfigError(
             f"training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got {hosts}"
         )
+    if hosts == 1 and "trainer" in config.remote_roles:
+        raise ConfigError(
+            f"training.hosts: must be at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head "
+            "node is the first machine that trains, got 1"
+        )
     if ranks % hosts:
         raise ConfigError(f"training.ranks: must be a multiple of training.hosts ({hosts}), got {ranks}")
     per_host = config.launch.devices_per_host

@@ -232,7 +232,7 @@ class TrainingConfig:
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
     checkpoint_activations: bool = False  # keep only a layer's input; compute the rest again in the backward pass
     ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
-    hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.remote_roles
+    hosts: int = bounded(1, low=1)  # machines that the ranks are spread over, the head node first
     # PPO minibatches a step, cut by whole groups; the completions of each are partitioned over the ranks.
     minibatches: int = bounded(4, low=1)
     learning_rate: float = bounded(5e-5, above=0.0)
@@ -354,8 +354,7 @@ class LaunchConfig:
     disk_low_inodes: int = bounded(20_000, low=0)  # free on the same file systems: below it the run warns
     disk_min_inodes: int = bounded(2_000, low=0)  # below it the run ends in order; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
-    copies: bool = False  # remote workers share no folder with the head node: each keeps a copy of the run's
-    files_port: int = bounded(0, low=0, high=65535)  # where these find the head node's files; 0: any free one
+    files_port: int = bounded(0, low=0, high=65535)  # of the data server; 0: a free one, chosen once for a run
 
     def check(self) -> None:
         try:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,11 @@ class RunConfig:
         return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
             self.launch.remote_roles, frozenset((self.launch.remote_roles,))
         )
+
+    @property
+    def admits_machines(self) -> bool:
+        """Whether other machines may join the run: then the head node has a data server."""
+        return bool(self.remote_roles) or not ip_address(self.launch.address).is_loopback
 
     @property
     def ranks_per_host(self) -> int:

@@ -14,7 +14,7 @@ __all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "read"]
 
 class Join(msgspec.Struct):
     """A generation server that is to join; within `timeout_s`, None: however long it takes. `stager` is the URL of what
-    brings versions onto its machine, where it has no folder in common with the controller."""
+    brings versions onto its machine, where that is not the controller's."""
 
     name: str
     url: str

@@ -20,8 +20,6 @@ import logging
 import signal
 from pathlib import Path
 
-from aiohttp import web
-
 from areal_core.api import serving
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES
 from areal_core.controller import texts
@@ -183,12 +181,10 @@ class Service:
 
     async def serve(self, ready_file: Path) -> None:
         """Serve until the run has ended in order."""
-        runner = serving.runner(Routes(self).app(), max_line_size=REQUEST_LINE_BYTES)
+        runner = serving.runner(Routes(self).app(), shutdown_timeout=2.0, max_line_size=REQUEST_LINE_BYTES)
         await runner.setup()
-        site = web.TCPSite(runner, self.config.launch.address, 0, shutdown_timeout=2.0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        url = await serving.listen(runner, self.config.launch.address, kept=self.run_dir.port_file("controller"))
+        process.announce_ready(ready_file, url)
         pulse.follow(asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as tasks:

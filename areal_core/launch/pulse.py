@@ -139,7 +139,7 @@ def write(file: Path, pulse: Pulse) -> None:
     try:
         os.pwrite(descriptor, record, 0)
     finally:
-        os.close(descriptor)  # on a shared file system others see it from here on
+        os.close(descriptor)
 
 
 def _turn() -> None:

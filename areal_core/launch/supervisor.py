@@ -120,7 +120,7 @@ class FileLock:
 
     @staticmethod
     def is_held(path: Path) -> bool:
-        """Whether somebody holds the lock on this file, on whichever machine."""
+        """Whether somebody holds the lock on this file."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

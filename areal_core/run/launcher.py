@@ -20,7 +20,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Literal
 
 import msgspec
@@ -30,7 +30,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.logs import Journal, Source
-from areal_core.launch.supervisor import StopSignal, Supervisor
+from areal_core.launch.supervisor import StopSignal
 from areal_core.launch.watchdog import Looks, Standstill
 from areal_core.run.disk import disk_space
 from areal_core.run.folders import Log, run_folder
@@ -39,6 +39,7 @@ from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
 from areal_core.run.registration import POLL_S, ServerRegistration
 from areal_core.run.roles import role_specs
+from areal_core.run.supervision import Supervision
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import EndStatus, Outbox
@@ -62,26 +63,26 @@ class Run:
     def __init__(self, run_dir: RunDir, *, log: Log = print) -> None:
         self.run_dir = run_dir
         self.config = run_dir.config()
-        self._forward = log
         self._log = Journal(run_dir.log_file("launcher"), self.config.launch, Source("launcher"), log)
-        self._owned: Ownership | None = Ownership(
-            run_dir, self.config, run_dir.info().checkpoint_url, log=self._log, on_lost=self._fail
-        )
-        self._info = run_dir.numbered(self._owned.number)
-        run_dir.forget_ready()
-        self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
         self._state = threading.Lock()  # guards what is below, and the ownership
-        self._failure: BaseException | None = None
         self._stopped: str | None = None
         self._started: set[Role] = set()
         self._over: set[Role] = set()
         self._closed = False  # the end is settled
         self._tracking = False  # the tracker runs
-        self._supervisors: list[Supervisor] = []
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_files = StopSignal()
         self._stop_tracker = StopSignal()
+        self._supervision = Supervision(
+            run_dir, self.config.launch, log=self._log, forward=log, end=self._failed, counts=self._counts
+        )
+        self._owned: Ownership | None = Ownership(
+            run_dir, self.config, run_dir.info().checkpoint_url, log=self._log, on_lost=self._supervision.fail
+        )
+        self._info = run_dir.numbered(self._owned.number)
+        run_dir.forget_ready()
+        self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
         self._registration = ServerRegistration(
             run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
         )
@@ -89,36 +90,35 @@ class Run:
     # -- the five roles ------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Keep the generation servers running until the controller has ended, unless remote workers run them; where
-        these share no folder with this machine, the files that they need, until they have ended."""
+        """Keep the generation servers running until the controller has ended, unless remote workers run them. Where
+        other machines may join, keep the data server running until their workers have ended."""
         with self._role("generation"), self._serving_files():
             if "generation" in self.config.remote_roles:
                 return
-            with self._registration.running(self._guarded):
+            with self._registration.running(self._supervision):
                 self._supervise("generation", self._stop_servers, self._registration.server_ready)
 
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
         with self._role("controller"):
-            watching = threading.Thread(target=self._guarded, args=(self._watch,), name="watch", daemon=True)
-            watching.start()
-            try:
-                self._supervise("controller", self._abort, self._wake)
-                if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
-                    raise ProcessError("controller-0 exited with code 0 and left no summary.json")
-            finally:
-                self._stop_servers.set()
-                watching.join()
+            with self._supervision.beside("watch", self._watch):
+                try:
+                    self._supervise("controller", self._abort, self._wake)
+                    if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
+                        raise ProcessError("controller-0 exited with code 0 and left no summary.json")
+                finally:
+                    self._stop_servers.set()
             _later(self.config.launch.stop_timeout_s, self._abort.set)  # no other role has anything left to do
 
     def train(self) -> None:
-        """Keep the trainer's ranks running until they have finished; where remote workers run them, the rendezvous,
-        until the controller has ended."""
+        """Keep the trainer's ranks running until they have finished. Where several machines train, those of this
+        machine are the first ones, under torchrun, and the rendezvous runs until the controller has ended."""
         with self._role("trainer"):
-            if "trainer" in self.config.remote_roles:
-                self._supervise("rendezvous", self._stop_servers)
-            else:
+            if "trainer" not in self.config.remote_roles:
                 self._supervise("trainer", self._abort, self._wake)
+                return
+            with self._supervision.beside("rendezvous", lambda: self._supervise("rendezvous", self._stop_servers)):
+                self._supervise("node", self._abort)
 
     def evaluate(self) -> None:
         """Keep the evaluator, and servers of its own, running until no version is left to score; none where versions
@@ -127,15 +127,12 @@ class Run:
             if not self.config.evaluated:
                 return
             done = StopSignal()
-            servers = threading.Thread(target=self._guarded, args=(lambda: self._supervise(EVALUATION, done),))
-            if self.config.evaluation_servers:
-                servers.start()
-            try:
+            with ExitStack() as beside:
+                if self.config.evaluation_servers:
+                    servers = self._supervision.beside(EVALUATION, lambda: self._supervise(EVALUATION, done))
+                    beside.enter_context(servers)
+                beside.callback(done.set)
                 self._supervise("evaluator", self._abort)
-            finally:
-                done.set()
-                if servers.ident is not None:
-                    servers.join()
 
     def track(self) -> None:
         """Keep the tracker running until all other roles have ended and it has sent what there is, within
@@ -173,8 +170,8 @@ class Run:
 
     def report(self) -> RunSummary:
         """The summary of a run that has ended in order. Raises the first failure, or ProcessError for a stopped run."""
-        if self._failure is not None:
-            raise self._failure
+        if self._supervision.failure is not None:
+            raise self._supervision.failure
         if not self.run_dir.summary.exists():
             why = self._stopped or "its roles did not run to their end"
             raise ProcessError(f"run {self._info.run_id} was stopped ({why}); it can be resumed by its run_id")
@@ -184,7 +181,7 @@ class Run:
 
     def _save(self) -> None:
         """Have a trainer that is at work end its step and write a checkpoint, for launch.stop_timeout_s at most."""
-        if not self._training or ("trainer" not in self.config.remote_roles and not self.run_dir.ready_info("trainer")):
+        if not (self._training and self.run_dir.ready_info("trainer")):
             return
         bound_s = self.config.launch.stop_timeout_s
         deadline, client = time.monotonic() + bound_s, ControllerClient(self.run_dir, patience_s=0.0, timeout_s=bound_s)
@@ -206,37 +203,17 @@ class Run:
     def _supervise(
         self, role: str, stop: StopSignal, on_ready: Callable[[int, dict[str, Any]], None] | None = None
     ) -> None:
-        supervisor = Supervisor(
-            self.run_dir,
-            self._specs[role],
-            self.config.launch,
-            stop=stop,
-            on_ready=on_ready,
-            log=self._log,
-            forward=self._forward,
-            pass_fds=(self._owned.fd,) if self._owned else (),  # the lock is theirs, too
-        )
-        with self._state:
-            self._supervisors.append(supervisor)
-        supervisor.run()
+        locks = (self._owned.fd,) if self._owned else ()  # they hold the run's lock, too
+        self._supervision.run(self._specs[role], stop, on_ready, locks=locks)
 
     @contextmanager
     def _serving_files(self) -> Iterator[None]:
-        """Within, remote workers have the files of this machine; afterwards until they have heard how the run ended."""
-        if not self.config.launch.copies:
+        """Serve other machines, within and until they have heard how the run ended."""
+        if not self.config.admits_machines:
             yield
             return
-        serving = threading.Thread(
-            target=self._guarded, args=(lambda: self._supervise("files", self._stop_files),), name="files"
-        )
-        serving.start()
-        try:
+        with self._supervision.beside("files", lambda: self._supervise("files", self._stop_files)):
             yield
-        except BaseException:
-            self._stop_files.set()
-            raise
-        finally:
-            serving.join()
 
     @contextmanager
     def _role(self, role: Role) -> Iterator[None]:
@@ -246,34 +223,27 @@ class Run:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
+            self._supervision.fail(error)
             if not isinstance(error, ArealError):
                 raise
         finally:
             with self._state:
                 self._over.add(role)
             self._close_when_over()
-        if self._failure is not None:
-            raise self._failure
+        if self._supervision.failure is not None:
+            raise self._supervision.failure
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Run `action` in a thread of the launcher: its error fails the run."""
-        try:
-            action()
-        except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, ArealError):
-                raise
+    def _counts(self, error: BaseException) -> bool:
+        """Whether an error is a failure of the run."""
+        if self._stopped:
+            return False  # a consequence
+        if "controller" in self._over:  # it has ended in order: the run is complete
+            self._log(f"after the end of the run: {error}")
+            return False
+        return True
 
-    def _fail(self, error: BaseException) -> None:
-        with self._state:
-            if self._failure is not None or self._stopped:
-                return  # a consequence
-            if "controller" in self._over:  # it has ended in order: the run is complete
-                self._log(f"after the end of the run: {error}")
-                return
-            self._failure = error
-        self._log(f"the run has failed: {error}", logging.ERROR)
+    def _failed(self) -> None:
+        self._log(f"the run has failed: {self._supervision.failure}", logging.ERROR)
         self._end_all()
 
     def _end_all(self) -> None:
@@ -293,12 +263,12 @@ class Run:
             try:
                 self._owned.confirm()
             except LeaseLostError as error:
-                self._failure = self._failure or error
+                self._supervision.failure = self._supervision.failure or error
                 self._log(f"the run has failed: {error}", logging.ERROR)
-        if self._failure is not None:
+        if self._supervision.failure is not None:
             self.run_dir.summary.unlink(missing_ok=True)
         finished = self.run_dir.summary.exists()
-        self._close_tracking("FINISHED" if finished else "FAILED" if self._failure else "KILLED")
+        self._close_tracking("FINISHED" if finished else "FAILED" if self._supervision.failure else "KILLED")
         with self._state:
             self._release_when_over()
 
@@ -331,9 +301,7 @@ class Run:
         while not self._stop_servers.wait(POLL_S):
             disk.look()
             if (elapsed_s := looks.elapsed()) and (how := standstill.look(elapsed_s)):
-                with self._state:
-                    for supervisor in self._supervisors:
-                        supervisor.explains = True
+                self._supervision.explain()
                 raise ProcessError(f"{how}; stacks are in {self.run_dir.logs}")
 
 

@@ -1,7 +1,7 @@
 """Sole ownership of a run: one launcher at a time prepares it and runs it, wherever it runs.
 
 Two ties, as each has a hole. The lock of the run's folder knows at once when its holder is gone, and its children with
-it; but only who shares the folder sees it. The lease in the run's store (areal_core.storage.lease) is seen by everybody
+it; but only this machine sees it. The lease in the run's store (areal_core.storage.lease) is seen by everybody
 who could run it, and takes time to tell a dead launcher from a silent one.
 """
 

@@ -40,7 +40,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         TimeModel(config.emulation)  # raises ConfigError for a model that does not fit
-    check_packages(config, {HEAD, "generation", "trainer"} - config.remote_roles)
+    check_packages(config, {HEAD, "trainer"} | ({"generation"} - config.remote_roles))
     _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())

@@ -19,6 +19,7 @@ from typing import Any
 from areal_core.api.controller_client import ControllerClient
 from areal_core.errors import ArealError
 from areal_core.launch.supervisor import StopSignal
+from areal_core.run.supervision import Supervision
 from areal_core.storage.rundir import RunDir
 
 POLL_S = 1.0  # between two looks at the controller's ready file
@@ -65,17 +66,17 @@ class ServerRegistration:
         self.wake()
 
     @contextmanager
-    def running(self, guarded: Callable[[Callable[[], None]], None], patience_s: float | None = None) -> Iterator[None]:
-        """Register servers in a thread until the end of the `with`, which sets `stop`; `guarded` runs it there. The
-        thread is joined for `patience_s` at most: it may be waiting for a controller that is out of reach."""
-        thread = threading.Thread(target=guarded, args=(self._run,), name="register", daemon=True)
-        thread.start()
+    def running(self, beside: Supervision, patience_s: float | None = None) -> Iterator[None]:
+        """Register servers in a thread until the end of the `with`, which sets `stop`. The thread is waited for
+        `patience_s` at most: it may be waiting for a controller that is out of reach."""
         try:
-            yield
+            with beside.beside("register", self._run, patience_s=patience_s):
+                try:
+                    yield
+                finally:
+                    self.stop.set()
+                    self.wake()
         finally:
-            self.stop.set()
-            self.wake()
-            thread.join(patience_s)
             while not self._arrivals.empty():
                 if (server := self._arrivals.get()) is not None:
                     os.close(server.pidfd)

@@ -4,11 +4,11 @@
     trainer      this machine's share of the ranks, under torchrun
     rewards      reward workers, beside those of the head node: any machine, any number, at any time
 
-The head node's configuration leaves the first two to remote workers (`launch.remote_roles`). The run's folder is shared
-with it (`--run-dir`), or this machine keeps a copy of it (`--head`, with `launch.copies`). This command may be started
-first: it waits for the run. It exits with 0 once the run has ended in order, or once it has left the run (SIGUSR1: its
-servers hand over what they have). It exits with 1 and one line if the run ended otherwise or the restart budget is
-spent. Other exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
+The head node's configuration leaves the first two to remote workers (`launch.remote_roles`). This machine keeps a copy
+of the run's folder, which the head node's data server fills. This command may be started first: it waits for the run.
+It exits with 0 once the run has ended in order, or once it has left the run (SIGUSR1: its servers hand over what they
+have). It exits with 1 and one line if the run ended otherwise or the restart budget is spent. Other exit statuses are
+those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
 """
 
 from __future__ import annotations
@@ -17,30 +17,27 @@ import argparse
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from areal_core.api.head import Head, checked_url, in_file
+from areal_core.api.head import Head, checked_url
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, ConfigError, ProcessError, one_line
+from areal_core.errors import ArealError, ConfigError
 from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
-from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
+from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
-from areal_core.run.remote.copied import CopiedFolder
-from areal_core.run.remote.folder import POLL_S, Place, RunLostError, SharedFolder
-from areal_core.run.remote.share import REWARDS, TRAINER, Share, places
-from areal_core.run.roles import interface, interface_of, remote_generation, remote_rewards, remote_trainer
-from areal_core.storage.rundir import RunDir
+from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
+from areal_core.run.remote.share import GENERATION, TRAINER, Share, places
+from areal_core.run.roles import interface, interface_of, remote_generation, remote_rewards, training_node
+from areal_core.run.supervision import Supervision
 
-__all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "SharedFolder", "main"]
+__all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "main"]
 
-RunFolder = SharedFolder | CopiedFolder
 _LEAVE = signal.SIGUSR1
 
 
@@ -51,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     options = _parse(arguments)
     share = Share(role=options.role, first=options.first, count=options.count)
-    worker = RemoteWorker(share, _folder(options), options.address)
+    head = Head(checked_url(options.head), read_token(options.token_file))
+    worker = RemoteWorker(share, CopiedFolder(head, options.folder), options.address)
     signal.signal(_LEAVE, lambda *_: worker.leave(f"it was asked to, by {_LEAVE.name}"))
     worker.work(options.wait)
 
@@ -59,7 +57,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 class RemoteWorker:
     """This machine's share of a run. `leave` may be called from any thread, and by handlers of signals."""
 
-    def __init__(self, share: Share, folder: RunFolder, address: str, *, log: Callable[[str], None] = print) -> None:
+    def __init__(self, share: Share, folder: CopiedFolder, address: str, *, log: Callable[[str], None] = print) -> None:
         """`address` is this machine's. Raises ConfigError where no network interface has it."""
         interface(address)
         self._share = share
@@ -69,7 +67,7 @@ class RemoteWorker:
         self._stop = StopSignal()
         self._registration: ServerRegistration | None = None
         self._left: str | None = None  # why this machine leaves the run
-        self._failure: ArealError | None = None  # why its part has ended, if not in order
+        self._supervision: Supervision | None = None  # once the run is found
 
     def work(self, wait_s: float = 600.0) -> Literal["ended", "left"]:
         """Wait `wait_s` for the run, take the share over, and block until the run has ended in order, or this machine
@@ -81,9 +79,9 @@ class RemoteWorker:
         try:
             self._work(wait_s)
         except ArealError as error:
-            if self._failure is not None:
-                raise self._failure from None
-            if self._left is None or not self._stop.is_set():
+            if self._supervision is not None and self._supervision.failure is not None:
+                raise self._supervision.failure from None
+            if not self._is_leaving:
                 raise
             self._log(f"it was broken off: {error}")
             self._say_how_it_ends()
@@ -97,6 +95,10 @@ class RemoteWorker:
         else:
             self._stop.set()
 
+    @property
+    def _is_leaving(self) -> bool:
+        return self._left is not None and self._stop.is_set()
+
     def _work(self, wait_s: float) -> None:
         config = self._folder.find(wait_s, self._stop)
         if config is None:
@@ -105,27 +107,34 @@ class RemoteWorker:
         share = self._share.settled(config)
         check_packages(config, {share.role})
         _check_address(config, self._address)
-        with self._folder.taken(share, config, self._address, guarded=self._guarded, stop=self._stop) as place:
+        roles = self._supervision = Supervision(
+            self._folder.run,
+            config.launch,
+            log=lambda line: self._log(line),
+            forward=self._forward,
+            end=self._stop.set,
+            counts=lambda _: not self._is_leaving,  # else a consequence
+        )
+        with self._folder.taken(share, config, self._address, beside=roles, stop=self._stop) as place:
             # To a file of this command's from now on: a run may have several remote workers.
             source, file = Source(share.journal, share.first), place.run.log_file(share.journal, share.first)
             self._log = Journal(file, config.launch, source, self._forward)
-            if share.role == TRAINER:
-                ranks = remote_trainer(place.run, config, address=self._address, node=share.first)
-                self._supervise(place, config, ranks)
-            elif share.role == REWARDS:
-                its = places(config, share)
-                self._supervise(place, config, remote_rewards(place.run, first=its.start, count=len(its)))
-            else:
-                self._generate(place, config, share)
+            with roles.beside("watch", lambda: self._watch(place)):
+                if share.role == GENERATION:
+                    self._generate(roles, place, config, share)
+                else:
+                    roles.run(self._spec(place, config, share), self._stop, locks=place.locks)
+            if roles.failure is not None:
+                raise roles.failure
             self._say_how_it_ends()
 
-    def _say_how_it_ends(self) -> None:
-        if self._left is None:
-            self._log(f"run {self._folder.name} has ended")
-        else:
-            self._log(f"this machine leaves the run: {self._left}")
+    def _spec(self, place: Place, config: RunConfig, share: Share) -> RoleSpec:
+        if share.role == TRAINER:
+            return training_node(place.run, config, address=self._address, node=share.first)
+        its = places(config, share)
+        return remote_rewards(place.run, first=its.start, count=len(its))
 
-    def _generate(self, place: Place, config: RunConfig, share: Share) -> None:
+    def _generate(self, roles: Supervision, place: Place, config: RunConfig, share: Share) -> None:
         """Servers are registered with the run's current controller, and started again when it has lost them."""
         first, count = share.first, len(share.indices)
         spec = remote_generation(place.run, config, address=self._address, first=first, count=count)
@@ -134,76 +143,20 @@ class RemoteWorker:
         )
         if self._left is not None:
             known.leave()
-        with known.running(self._guarded, config.launch.stop_timeout_s):
-            self._supervise(place, config, spec, known.server_ready)
+        with known.running(roles, config.launch.stop_timeout_s):
+            roles.run(spec, self._stop, known.server_ready, locks=place.locks)
 
-    def _supervise(
-        self,
-        place: Place,
-        config: RunConfig,
-        spec: RoleSpec,
-        on_ready: Callable[[int, dict[str, Any]], None] | None = None,
-    ) -> None:
-        watching = threading.Thread(target=self._guarded, args=(lambda: self._watch(place),), name="watch", daemon=True)
-        watching.start()
-        supervisor = Supervisor(
-            place.run,
-            spec,
-            config.launch,
-            stop=self._stop,
-            on_ready=on_ready,
-            log=self._log,
-            forward=self._forward,
-            pass_fds=place.locks,
-        )
-        try:
-            supervisor.run()
-            watching.join()  # ranks are done before the run is
-        finally:
-            self._stop.set()
-            watching.join(config.launch.stop_timeout_s)  # a look at a shared folder may take for ever
-        if self._failure is not None:
-            raise self._failure
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Run `action` in a thread of this worker: its error ends this machine's part."""
-        try:
-            action()
-        except ArealError as error:
-            self._fail(error)
-        except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            self._fail(ProcessError(f"the run's folder can't be used{where}: {error.strerror or error}"))
-        except Exception as error:
-            what = f"{type(error).__name__}: {one_line(error)}"
-            self._fail(ProcessError(f"{threading.current_thread().name}: {what}"))
-            raise
-
-    def _fail(self, error: ArealError) -> None:
-        self._failure = self._failure or error
-        self._stop.set()
+    def _say_how_it_ends(self) -> None:
+        if self._left is None:
+            self._log(f"run {self._folder.run.root.name} has ended")
+        else:
+            self._log(f"this machine leaves the run: {self._left}")
 
     def _watch(self, place: Place) -> None:
         """Wait for the end of the run, then stop the processes here."""
         while not self._stop.wait(POLL_S):
             if place.ended():
                 self._stop.set()
-
-
-def _folder(options: argparse.Namespace) -> RunFolder:
-    """Raises ConfigError."""
-    if (options.run_dir is None) == (options.head is None):
-        raise ConfigError(
-            "--run-dir, --head: one of them must be given, the run's folder where it is shared with the head node, or "
-            "where the head node serves its files"
-        )
-    if options.run_dir is not None:
-        return SharedFolder(RunDir(options.run_dir))
-    if options.token_file is None or options.folder is None:
-        raise ConfigError("--token-file, --folder: must be given with --head")
-    token = read_token(options.token_file)
-    where = in_file(Path(options.head[1:])) if options.head.startswith("@") else checked_url(options.head)
-    return CopiedFolder(Head(where, token), options.folder)
 
 
 def _check_address(config: RunConfig, address: str) -> None:
@@ -226,12 +179,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     trainer = roles.add_parser("trainer", help="ranks of the trainer")
     rewards = roles.add_parser("rewards", help="reward workers")
     for role in (generation, trainer, rewards):
-        role.add_argument("--run-dir", type=Path, help="the run's folder, where all its machines share it")
-        role.add_argument("--head", help='else the URL of the head node\'s files, or @FILE: where {"url": ...} stands')
-        role.add_argument("--token-file", type=Path, help="with --head: the run's token")
-        role.add_argument(
-            "--folder", type=Path, help="with --head: where this command keeps a copy of the run's folder"
-        )
+        role.add_argument("--head", required=True, help="the URL of the head node's data server")
+        role.add_argument("--token-file", type=Path, required=True, help="a copy of the run's file `token`")
+        role.add_argument("--folder", type=Path, required=True, help="where this command keeps its copy of the run")
         role.add_argument("--address", type=_address, required=True, help="of this machine, for the others to reach")
         role.add_argument("--wait", type=float, default=600.0, help="seconds for the run to be started (600)")
     generation.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
@@ -239,7 +189,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--servers", dest="count", type=_at_least(1), help="how many run here; all of the run's unless said"
     )
     trainer.add_argument(
-        "--node", dest="first", type=_at_least(0), default=0, help="number of this machine among the training ones"
+        "--node",
+        dest="first",
+        type=_at_least(0),
+        required=True,
+        help="number of this machine among the training ones, of which the head node is 0",
     )
     trainer.set_defaults(count=None)
     cores = len(os.sched_getaffinity(0))

@@ -1,10 +1,10 @@
 """How the processes of a run are started: on the head node, and by remote workers.
 
-role_specs          every role, on the head node; the rendezvous in the place of ranks that remote workers run;
-                    `evaluation` are the generation servers of the evaluator's own; `files` is for remote workers that
-                    share no folder with it
+role_specs          every role, on the head node. Where several machines train, `rendezvous` is where their agents
+                    meet, and `node` is the head node's own. `evaluation` are the generation servers of the evaluator's
+                    own; `files` is the data server, for other machines
 remote_generation   generation servers of a remote worker
-remote_trainer      a remote worker's share of the ranks, under torchrun
+training_node       one machine's share of the ranks, under torchrun
 remote_rewards      reward workers of a remote worker, in one process
 """
 
@@ -41,7 +41,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
         return python(module, "--run-dir", run.root)
 
     generating = servers * per_server if config.mode == "async" and "generation" not in config.remote_roles else 0
-    training = 0 if "trainer" in config.remote_roles else config.training_ranks
+    training = config.training_ranks // config.training.hosts
     taken = generating + training if config.mode == "async" else max(servers * per_server, training)
     specs = (
         _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
@@ -64,6 +64,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
             env=lambda _: _QUIET,
             exits=False,
         ),
+        training_node(run, config, address=config.launch.address, node=0, after=generating),
         RoleSpec(name="files", argv=lambda _: role("areal_core.run.remote.files")),
         RoleSpec(
             name="evaluator", argv=lambda _: role("areal_core.evaluation.evaluator"), nice=config.launch.evaluator_nice
@@ -78,11 +79,14 @@ def remote_generation(run: RunDir, config: RunConfig, *, address: str, first: in
     return _generation(run, config, address=address, first=first, count=count, cpus=None)
 
 
-def remote_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> RoleSpec:
-    """The agent of torchrun for this machine's share of the ranks. Raises ConfigError."""
-    name = interface(address)
-    network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    environment = network | _QUIET | _gpus(config, 0, config.ranks_per_host)
+def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, after: int = 0) -> RoleSpec:
+    """The agent of torchrun for one machine's share of the ranks; on GPUs, on those `after` the ones of its servers."""
+
+    def environment(_: int) -> dict[str, str]:
+        name = interface(address)
+        network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+        return network | _QUIET | _gpus(config, after, config.ranks_per_host)
+
     return RoleSpec(
         name="node",
         argv=lambda index: python(
@@ -93,7 +97,7 @@ def remote_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -
         announces=False,
         final=SPENT,
         sessions=True,
-        env=lambda _: environment,
+        env=environment,
     )
 
 
@@ -104,7 +108,7 @@ def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
 
 
 def interface(address: str) -> str:
-    """The network interface that has `address`. Raises ConfigError."""
+    """The network interface of this machine that has `address`. Raises ConfigError."""
     if (name := interface_of(address)) is None:
         raise ConfigError(f"--address: no network interface of this machine has {address}")
     return name

@@ -7,6 +7,7 @@
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
     pulse/<role>-<index>     what a process says of itself; see areal_core.launch.pulse
     logs/<role>-<index>.log
+    controller-port  files-port  ports that the controller and the data server keep
     ledger.sqlite  outbox.sqlite
     payloads/                what groups have to be trained on; see areal_core.controller.payloads
     timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
@@ -63,7 +64,7 @@ class RunDir:
 
     token_file = _Below("token")
     launcher_lock = _Below("lock")  # that a launcher holds while it runs the run
-    copy_file = _Below("copy.json")  # on a machine that shares no folder with the head node (run.remote.copied)
+    copy_file = _Below("copy.json")  # on another machine than the head node (run.remote.copied)
     ready = _Below("ready")
     pulses = _Below("pulse")
     logs = _Below("logs")
@@ -82,7 +83,7 @@ class RunDir:
         `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         durable.make(run.root)
-        if not run.token_file.exists():  # processes of an earlier launcher may be there still, and other machines
+        if not run.token_file.exists():  # processes and machines of an earlier launcher may know one
             run.keep_token(secrets.token_urlsafe(32))
         run.copy_file.unlink(missing_ok=True)
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
@@ -97,9 +98,9 @@ class RunDir:
     def info(self) -> RunInfo:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
-    @property
-    def is_copy(self) -> bool:
-        return self.copy_file.exists()
+    def copy(self) -> dict[str, str] | None:
+        """On another machine than the head node: the name of its copy of this folder, and the `head` node's URL."""
+        return json.loads(self.copy_file.read_text()) if self.copy_file.exists() else None
 
     def token(self) -> str:
         """See areal_core.api.access."""
@@ -135,12 +136,15 @@ class RunDir:
     def timeline_file(self, role: str, index: int = 0) -> Path:
         return self.timeline / f"{role}-{index}.jsonl"
 
+    def port_file(self, role: str) -> Path:
+        """What holds the port of a listener that has the same one whenever it is started again."""
+        return self.root / f"{role}-port"
+
     def ready_info(self, role: str, index: int = 0) -> dict[str, Any] | None:
-        """The `pid` and `url` that a process has announced; None while it is not ready, or its file can't be read: on a
-        shared file system one that is being replaced may be stale, or empty, for a moment."""
+        """The `pid` and `url` that a process has announced; None while it is not ready."""
         try:
             return json.loads(self.ready_file(role, index).read_text())
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return None
 
     def forget_ready(self) -> None:
@@ -149,8 +153,7 @@ class RunDir:
             file.unlink(missing_ok=True)
 
     def controller_url(self) -> str | None:
-        """Where the controller listens now; None while it is not ready. Ask again after a failed connection: a
-        restarted controller has another port."""
+        """Where the controller listens; None while it is not ready."""
         info = self.ready_info("controller")
         return None if info is None else str(info["url"])
 

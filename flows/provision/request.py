@@ -57,13 +57,11 @@ def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: d
 
 
 def overrides(config: RunConfig, control: Mapping[str, Any]) -> list[str]:
-    """What the configuration becomes on nodes: who runs which role there, without a folder in common. The first node
-    that trains is the head node. Raises ConfigError."""
+    """What the configuration becomes on nodes: who runs which role there. The first node that trains is the head node.
+    Raises ConfigError."""
     roles, its = by_role(config), config.provision
     remote = [role for role in roles if role == "generation" or its.trainer.count > 1]
     chosen = ["launch.remote_roles=" + ("both" if len(remote) > 1 else remote[0] if remote else "none")]
-    if remote:
-        chosen.append("launch.copies=true")
     if "generation" in remote:
         per_node = max(1, its.generation.gpus // config.devices_per_server)
         chosen.append(f"generation.servers={its.generation.count * per_node}")

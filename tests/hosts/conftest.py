@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from tests.support.hosts import ADDRESSES, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network
+from tests.support.hosts import ADDRESSES, FILES_PORT, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network
 from tests.support.namespaces import missing
 from tests.support.needs import skip_without
 from tests.support.runs import TINY
 
 # Ranks that start again on a busy machine are seconds apart, and every vain wait costs a restart.
 COLLECTIVE_TIMEOUT_S = 10.0
-FILES_PORT = 8900
 
 
 _lack = cache(missing)
@@ -47,18 +46,6 @@ def store(network: Network) -> str:
 @pytest.fixture
 def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A run of seconds with remote workers on all other machines; its parameter is the number of steps."""
-    yield from _clustered(network, store, state, request)
-
-
-@pytest.fixture
-def apart(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The same without a common folder. The first machine that trains is the head node."""
-    yield from _clustered(network, store, state, request, copies=True, files_port=FILES_PORT)
-
-
-def _clustered(
-    network: Network, store: str, state: Path, request: pytest.FixtureRequest, **launch: Any
-) -> Iterator[Cluster]:
     groups: dict[str, dict[str, Any]] = {
         "storage": {"url": "s3://runs/areal", "endpoint_url": store},
         "rollout": {"request_timeout_s": 10.0},
@@ -68,7 +55,7 @@ def _clustered(
             "steps": getattr(request, "param", 16),
             "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
         },
-        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD_NODE], "devices": 3, **launch},
+        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD_NODE], "files_port": FILES_PORT, "devices": 3},
     }
     config = load(
         TINY | {"state_dir": str(state)} | {name: TINY.get(name, {}) | group for name, group in groups.items()}

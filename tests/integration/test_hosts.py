@@ -1,97 +1,274 @@
-"""Remote workers of a run, all on one machine; tests/hosts has them on machines of their own."""
+"""Remote workers of a run, all on one machine, each with a copy of the run's folder in a folder of its own; tests/hosts
+has them on machines of their own."""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from areal_core.config.schema import RunConfig
+from areal_core.launch.supervisor import FileLock
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.run.launcher import run_folder
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
-from tests.support.runs import TIMEOUT_S, Launched, tiny
+from tests.faults.learning import learning
+from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
+from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
-pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(80)]
 
-Start = Callable[..., subprocess.Popen[str]]
+LAUNCH: dict[str, Any] = {"devices": 4, "stop_timeout_s": 10.0}
+
+
+class Node:
+    """A remote worker with a folder of its own."""
+
+    def __init__(self, command: list[str], folder: Path, mark: str) -> None:
+        self.folder = folder
+        self._mark = mark
+        folder.mkdir(parents=True)
+        self.output = folder / "output.txt"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*command, "--folder", str(folder)],
+                env={**os.environ, "AREAL_TEST_NODE": mark},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def copy(self, run: Launched) -> RunDir:
+        return RunDir(self.folder / "runs" / run.run.root.name)
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status and last line; nothing that it started may be left."""
+        status = self.process.wait(TIMEOUT_S)
+        assert not self.processes(), self.output.read_text()
+        return status, self.output.read_text().splitlines()[-1]
+
+    def processes(self) -> list[int]:
+        found: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"AREAL_TEST_NODE={self._mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+
+Start = Callable[..., Node]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """`python -m areal_core.run.remote_worker` for a run, at its start."""
-    started: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`python -m areal_core.run.remote_worker` for a run."""
+    started: list[Node] = []
 
-    def command(run: Launched, role: str, *options: object) -> subprocess.Popen[str]:
-        where = ("--run-dir", run.run.root, "--address", "127.0.0.1")
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    def command(run: Launched, role: str, *options: object) -> Node:
+        where = ("--head", files_of(run), "--token-file", run.run.token_file, "--address", "127.0.0.1")
+        argv = [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))]
+        started.append(Node(argv, tmp_path / f"node-{len(started)}", secrets.token_hex(8)))
         return started[-1]
 
     yield command
-    for one in started:
-        with suppress(ProcessLookupError):
-            one.kill()
-        one.wait()
+    for node in started:
+        kill_all(node.processes)
+        node.process.wait()
+
+
+def files_of(run: Launched) -> str:
+    """The URL of the head node's data server."""
+    return run.wait_for("its data server listens", lambda: (run.run.ready_info("files") or {}).get("url"))
+
+
+def held(config: RunConfig, run: RunDir) -> dict[int, str]:
+    """The hashes of versions in the ledger."""
+    ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
+    try:
+        found = [ledger.versions.get(version) for version in range(config.training.steps + 1)]
+        return {version.version: version.digest for version in found if version is not None}
+    finally:
+        ledger.close()
+
+
+def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, start: Start) -> None:
+    launch = LAUNCH | {"remote_roles": "generation"}
+    evaluation = {"every": 12, "servers": 0}  # which borrows one, and has it load versions
+    config = audited(
+        tmp_path / "head", servers=2, interruption="recompute", steps=48, launch=launch, evaluation=evaluation
+    )
+    with Launched(config, "apart") as run, PublishedWeights(run) as published:
+        stays, leaves = (start(run, "generation", "--first", first, "--servers", 1) for first in range(2))
+        run.until_step(2)
+        lost = run.pid("generation", 0)
+        assert lost in stays.processes()
+        os.kill(lost, signal.SIGKILL)
+        has_come_back(run, 0, but=lost)
+        for role in ("controller", "files"):
+            ended, where = run.pid(role), run.url(role)
+            os.kill(ended, signal.SIGKILL)
+            run.pid(role, but=ended)
+            assert run.url(role) == where
+            run.until_step(run.step() + 2)
+        server = ServerView(run.url("generation", 1), run.run.token())
+        run.wait_for("it decodes", lambda: server.running() >= 2)
+        leaves.process.send_signal(signal.SIGUSR1)
+        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
+        assert "generation-1 has left the run" in leaves.output.read_text()
+        replaces = start(run, "generation", "--first", 1, "--servers", 1)
+        run.wait_for(
+            "another server is in its place",
+            lambda: (run.run.ready_info("generation", 1) or {}).get("pid") in replaces.processes(),
+        )
+        replacement = ServerView(run.url("generation", 1), run.run.token())
+        run.wait_for("the one in its place samples", lambda: replacement.generated() > 0)
+        run.finished()
+        for node in (stays, replaces):
+            assert node.ended() == (0, "run apart has ended")
+    check_trajectories(run, published, interrupted=False)
+    scored = {path.name[:7] for path in run.run.evaluations.glob("v*.jsonl")}  # those between, as far as it came
+    assert {"v000000", "v000048"} <= scored
+    hashes = held(config, run.run)
+    for node in (stays, replaces):
+        copy = node.copy(run)
+        here = [weights.read_manifest(path) for path in sorted(copy.weights.glob("v*"))]
+        assert here
+        for version in here:
+            assert weights.is_whole(version)
+            assert version.digest == hashes[version.version]
+            assert version.path.startswith(str(node.folder))
+        assert FileLock.is_held(copy.root / "copy.lock") is False
+    logs = run.run.logs
+    assert "was taken out" not in (logs / "host-generation-1.log").read_text()
+    assert "generation-0 was killed by SIGKILL: restart 1 of 2" in (logs / "host-generation-0.log").read_text()
+    assert "this machine leaves the run" in (logs / "host-generation-1.log").read_text()
+    spans = read_timeline(run.run.timeline)
+    for index, nodes in ((0, [stays]), (1, [leaves, replaces])):
+        own = [span for node in nodes for span in read_timeline(node.copy(run).timeline)]
+        assert own
+        assert [span for span in spans if span.process == f"generation-{index}"] == own
 
 
 @pytest.mark.nightly
-def test_a_run_of_remote_workers_goes_on_after_one_of_them_was_ended(tmp_path: Path, start: Start) -> None:
-    launch = {"remote_roles": "both", "devices": 3, "stop_timeout_s": 10.0}
-    training = {"ranks": 2, "hosts": 2, "steps": 24}
-    config = tiny(tmp_path, training=training, launch=launch, evaluation={"enabled": False})
-    with Launched(config, "divided") as run:
-        hosts = [start(run, "generation"), *(start(run, "trainer", "--node", node) for node in range(2))]
-        run.until_step(2)
-        ended = hosts.pop()
-        sweeper, *part = sorted(
-            psutil.Process(ended.pid).children(recursive=True),
-            key=lambda one: "sweeper" not in " ".join(one.cmdline()),
+def test_a_machine_that_trains_is_replaced(tmp_path: Path, start: Start) -> None:
+    launch, training = LAUNCH | {"remote_roles": "both"}, {"ranks": 2, "hosts": 2, "steps": 24}
+    config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
+    with Launched(config, "apart") as run:
+        second, servers = start(run, "trainer", "--node", 1), start(run, "generation")
+        run.until_step(7)  # then the checkpoint of step 3 is complete: that of step 6 has waited for it
+        ranks = [run.pid("trainer", rank) for rank in range(2)]
+        assert ranks[0] in [one.pid for one in psutil.Process(run.launcher.pid).children(recursive=True)]
+        assert ranks[1] in second.processes()
+        second.process.send_signal(signal.SIGTERM)
+        assert second.ended() == (143, "areal: stopped")
+        again = start(run, "trainer", "--node", 1)  # another machine, with a folder of its own
+        summary = run.finished()
+        for node in (servers, again):
+            assert node.ended() == (0, "run apart has ended")
+    assert summary.steps == 24
+    assert "resumed from the checkpoint of step" in (run.run.logs / "node-1.log").read_text()
+    trained = {
+        span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
+    }
+    assert trained == set(range(1, 25))
+    for node in (second, again):  # their parts of groups came past the controller
+        assert not node.copy(run).payloads.exists()
+    assert not any("the controller is asked for it" in log.read_text() for log in run.run.logs.glob("node-1.log*"))
+
+
+def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = LAUNCH | {"remote_roles": "generation", "files_port": port}
+
+    def config(machine: str) -> RunConfig:
+        storage = {"url": str(tmp_path / "store"), "lease_s": 4.0}
+        return tiny(
+            tmp_path / machine, training={"steps": 40}, launch=launch, storage=storage, evaluation={"enabled": False}
         )
-        assert len(part) == 2  # torchrun's agent and its rank
-        ended.send_signal(signal.SIGTERM)
-        output, _ = ended.communicate(timeout=TIMEOUT_S)
-        assert (ended.returncode, output.splitlines()[-1]) == (143, "areal: stopped")
-        assert not [one for one in part if one.is_running()]
-        sweeper.wait(TIMEOUT_S)  # has nothing left to do
-        hosts.append(start(run, "trainer", "--node", 1))
-        run.finished()
-        outputs = [host.communicate(timeout=TIMEOUT_S)[0] for host in hosts]
-        assert [host.returncode for host in hosts] == [0, 0, 0], outputs
-        assert all("run divided has ended" in output for output in outputs)
+
+    with Launched(config("first"), "apart") as run:
+        node = start(run, "generation")
+        run.until_step(7)  # so that there is a checkpoint
+        server, token = run.pid("generation"), run.run.token()
+        run.launcher.send_signal(signal.SIGSTOP)
+        os.kill(run.pid("files"), signal.SIGKILL)  # which says nothing more, as on a machine that loses power
+        kill_all(run.processes)
+    there = run_folder(config("second"), "apart")
+    there.keep_token(token)
+    with Launched(config("second"), "apart") as run:
+        summary = run.finished(rewound=True)
+        assert node.ended() == (0, "run apart has ended")
+    assert summary.steps == 40
+    assert (node.copy(run).ready_info("generation") or {})["pid"] == server  # it has gone on
+    assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
+    here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
+    assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
 
 
-def test_reward_workers_of_other_machines_come_die_and_leave(tmp_path: Path, start: Start) -> None:
-    config = tiny(tmp_path, training={"steps": 150}, launch={"stop_timeout_s": 10.0}, evaluation={"enabled": False})
-    with Launched(config, "judged") as run:
-        stays, leaves = start(run, "rewards", "--workers", 2), start(run, "rewards", "--first", 2, "--workers", 1)
+@pytest.mark.nightly
+def test_what_is_generated_and_judged_elsewhere_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
+    """Also where reward workers come, die and leave."""
+
+    def config(machine: str, remote_roles: str) -> RunConfig:
+        return learning(
+            tmp_path / machine,
+            mode="sync",
+            training={"steps": 40},
+            generation={"servers": 1, "deterministic": True},
+            launch=LAUNCH | {"remote_roles": remote_roles},
+        )
+
+    with Launched(config("one", "none"), "alone") as run:
+        alone = Path(run.finished().model_url, "model.safetensors").read_bytes()
+    with Launched(config("head", "generation"), "apart") as run:
+        servers, stays = start(run, "generation"), start(run, "rewards", "--workers", 2)
+        leaves = start(run, "rewards", "--first", 2, "--workers", 1)
         killed, _ = run.pid("rewards", 1), run.pid("rewards", 3)
-        run.until_step(run.step() + 2)
+        run.until_step(2)
         os.kill(killed, signal.SIGKILL)
         run.pid("rewards", 1, but=killed)
-        leaves.send_signal(signal.SIGUSR1)
-        output, _ = leaves.communicate(timeout=TIMEOUT_S)
-        assert (leaves.returncode, output.splitlines()[-1]) == (
-            0,
-            "this machine leaves the run: it was asked to, by SIGUSR1",
-        )
+        leaves.process.send_signal(signal.SIGUSR1)
+        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
         since = time.time()
         run.until_step(run.step() + 2)
-        run.finished()
-        output, _ = stays.communicate(timeout=TIMEOUT_S)
-        assert (stays.returncode, output.splitlines()[-1]) == (0, "run judged has ended")
-        assert "rewards-1 was killed by SIGKILL: restart 1 of 2" in output
+        summary = run.finished()
+        for node in (servers, stays):
+            assert node.ended() == (0, "run apart has ended")
+    assert Path(summary.model_url, "model.safetensors").read_bytes() == alone
+    assert "rewards-1 was killed by SIGKILL: restart 1 of 2" in stays.output.read_text()
     judged = [span for span in read_timeline(run.run.timeline) if span.kind == "score"]
     assert {span.process for span in judged} == {f"rewards-{place}" for place in range(4)}
     assert {span.process for span in judged if span.start_s > since} == {f"rewards-{place}" for place in range(3)}
+    assert "tokenizer.json" in (there := {file.name for file in (stays.copy(run).root / "model").iterdir()})
+    assert "model.safetensors" not in there
+
+
+def test_a_launcher_that_is_killed_ends_the_nodes(tmp_path: Path, start: Start) -> None:
+    config = tiny(
+        tmp_path / "head",
+        training={"steps": 100_000},
+        evaluation={"enabled": False},
+        launch=LAUNCH | {"remote_roles": "generation"},
+    )
+    with Launched(config, "apart") as run:
+        node = start(run, "generation")
+        run.until_step(1)
+        run.launcher.kill()
+        assert node.ended() == (1, "areal: error: run apart has ended and left no summary")
+        run.gone()
+    assert json.loads((node.copy(run).root / "run.json").read_text())["run_id"] == "apart"

@@ -14,6 +14,7 @@ from typing import TypeVar
 from areal_core.config.schema import RunConfig
 from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
 from tests.support import namespaces
 from tests.support.namespaces import TIMEOUT_S, Switch
@@ -21,8 +22,9 @@ from tests.support.runs import checked_summary
 
 T = TypeVar("T")
 
-HEAD_NODE, GENERATES, TRAINS, JUDGES = "head", "generates", ("trains-0", "trains-1"), "judges"
-ADDRESSES = {host: f"10.77.0.{number}" for number, host in enumerate((HEAD_NODE, GENERATES, *TRAINS, JUDGES), 1)}
+HEAD_NODE, GENERATES, TRAINS, JUDGES = "head", "generates", "trains", "judges"  # the head node trains, too
+ADDRESSES = {host: f"10.77.0.{number}" for number, host in enumerate((HEAD_NODE, GENERATES, TRAINS, JUDGES), 1)}
+FILES_PORT = 8900
 REQUIRE_HOSTS = "AREAL_REQUIRE_HOSTS"  # set: a machine that lacks something fails these tests instead of skipping them
 _SWITCH = "switch"
 _MOTO_PORT = 5000
@@ -128,30 +130,23 @@ class Cluster:
             )
         }
         self.start(GENERATES)
-        for host in TRAINS:
-            self.start(host)
+        self.start(TRAINS)
 
     def start(self, host: str) -> None:
-        """Start the remote worker of a machine; without a common folder that of rank 0 is on the head node. The run
-        needs all of them but JUDGES, which is not started with it."""
-        roles = {GENERATES: ("generation",), JUDGES: ("rewards", "--workers", 1)}
-        role = roles[host] if host in roles else ("trainer", "--node", TRAINS.index(host))
-        copies = self.config.launch.copies
-        machine = HEAD_NODE if copies and host == TRAINS[0] else host
-        where: tuple[object, ...] = ("--run-dir", self.run.root)
-        if copies and machine != HEAD_NODE:
-            url = f"http://{ADDRESSES[HEAD_NODE]}:{self.config.launch.files_port}"
-            self.wait_for("the run's token is made", self.run.token_file.exists)
-            where = ("--head", url, "--token-file", self.run.token_file, "--folder", self.folder(host))
+        """Start the remote worker of a machine. The run needs all of them but JUDGES, which is not started with it."""
+        roles = {GENERATES: ("generation",), TRAINS: ("trainer", "--node", 1), JUDGES: ("rewards", "--workers", 1)}
+        self.wait_for("the run's token is made", self.run.token_file.exists)
+        where = ("--head", f"http://{ADDRESSES[HEAD_NODE]}:{FILES_PORT}", "--token-file", self.run.token_file)
         self.processes[host] = self.network.start(
-            machine,
+            host,
             self._text(host),
-            *("-m", "areal_core.run.remote_worker", *role, *where, "--address", ADDRESSES[machine]),
+            *("-m", "areal_core.run.remote_worker", *roles[host], *where),
+            *("--folder", self._texts / host, "--address", ADDRESSES[host]),
         )
 
-    def folder(self, host: str) -> Path:
-        """Where a machine that shares none keeps its copy of the run's folder."""
-        return self._texts / host
+    def copy(self, host: str) -> RunDir:
+        """A machine's copy of the run's folder."""
+        return RunDir(self._texts / host / "runs" / self.run.root.name)
 
     def __enter__(self) -> Cluster:
         return self

@@ -1,12 +1,18 @@
-"""The head node of a run, as remote workers see it that share no folder with it: its files, served in this process."""
+"""The head node of a run, as remote workers see it: its data server, in this process, and a controller that registers
+servers and reports those that it has lost."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import http.server
+import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -15,8 +21,8 @@ from areal_core.api.head import Head
 from areal_core.config.schema import load
 from areal_core.run.remote.files import Files
 from areal_core.storage import weights
-from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import PolicyVersion
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.types import PolicyVersion, RunStatus
 
 PATIENCE_S = 120.0
 
@@ -24,8 +30,8 @@ PATIENCE_S = 120.0
 class Served:
     """An aiohttp application, in a thread of its own."""
 
-    def __init__(self, make: Callable[[], web.Application]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], web.Application], port: int = 0) -> None:
+        self._make, self._port = make, port
         self._up: Future[str] = Future()
         self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -43,21 +49,21 @@ class Served:
     async def _serve(self) -> None:
         runner = web.AppRunner(self._make(), shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
         self._up.set_result("http://{}:{}".format(*runner.addresses[0][:2]))
         await self._stop.wait()
         await runner.cleanup()
 
 
 class HeadNode:
-    """A run whose generation and training are left to others, and its files, which `serve` serves."""
+    """A run whose generation and training are left to others, and its data server, which `serve` starts."""
 
     def __init__(self, root: Path) -> None:
         self.model = root / "base"
         self.model.mkdir(parents=True)
         (self.model / "config.json").write_text('{"a": 1}')
         (self.model / "model.safetensors").write_bytes(b"base weights" * 1000)
-        launch = {"remote_roles": "both", "copies": True, "devices": 4, "log_bytes": 64 * 1024, "log_files": 2}
+        launch = {"remote_roles": "both", "devices": 4, "log_bytes": 64 * 1024, "log_files": 2, "stop_timeout_s": 5.0}
         training = {"ranks": 2, "hosts": 2}
         values = {"generation": {"servers": 2}, "launch": launch, "training": training}
         self.config = load(values | {"state_dir": str(root / "head"), "storage": {"url": str(root / "store")}})
@@ -65,16 +71,20 @@ class HeadNode:
         self.run = RunDir.create(self.config, info)
         self.files: Files
         self.served: Served | None = None
+        self.lost: list[str] = []  # URLs of lost servers, as the controller reports them
+        self.slow: set[str] = set()  # names of servers that are slow to join
+        self.on_leave: Callable[[str], bool] = lambda name: True  # looks, as a server leaves
+        self._controllers: list[Controller] = []
 
-    def serve(self) -> str:
-        """Serve its files, in the place of what served them before; returns their URL."""
+    def serve(self, port: int = 0) -> str:
+        """Start its data server, in the place of the one before; returns its URL."""
         self.close()
 
         def app() -> web.Application:
             self.files = Files(self.run)
             return self.files.app()
 
-        self.served = Served(app)
+        self.served = Served(app, port)
         return self.served.url
 
     def head(self) -> Head:
@@ -84,7 +94,77 @@ class HeadNode:
         tensor = np.full(1000, version if value is None else value, dtype=np.float32)
         return weights.publish(self.run.weights, version, {"w": tensor})
 
+    def start_controller(self) -> Controller:
+        """A new one, in the place of the last."""
+        controller = Controller(self)
+        self._controllers.append(controller)
+        write_json(self.run.ready_file("controller"), {"pid": len(self._controllers), "url": controller.url})
+        return controller
+
+    def ranks_are_ready(self) -> None:
+        for rank in range(self.config.trainer_processes):
+            write_json(self.run.ready_file("trainer", rank), {"pid": 1, "url": None})
+
     def close(self) -> None:
+        """End its data server."""
         if self.served is not None:
             self.served.close()
             self.served = None
+
+    def end(self) -> None:
+        self.close()
+        for controller in self._controllers:
+            controller.close()
+
+
+class Controller:
+    """The two routes of a controller that launchers use, on the loopback."""
+
+    def __init__(self, head_node: HeadNode) -> None:
+        self.joined: list[tuple[str, str]] = []  # name, URL
+        self.left: list[tuple[str, bool]] = []  # name, and what `on_leave` has seen
+        controller = self
+        status = dataclasses.asdict(
+            RunStatus(
+                step=0, steps=2, version=0, reward=None, accuracy=None, staleness=None, effective_tokens_per_s=None,
+                generated_tokens_per_s=None, elapsed_s=1.0, eta_s=None, finished=None, lost_servers=(),
+            )
+        )  # fmt: skip
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def respond(self, body: Any, status: int = 200) -> None:
+                self.send_response(status)
+                self.end_headers()
+                if status == 200:
+                    self.wfile.write(json.dumps(body).encode())
+
+            def do_GET(self) -> None:
+                self.respond({**status, "lost_servers": head_node.lost})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                controller.joined.append((body["name"], body["url"]))
+                self.respond({}, 204 if body["name"] in head_node.slow else 200)
+
+            def do_DELETE(self) -> None:
+                name = self.path.removeprefix("/servers/")
+                controller.left.append((name, head_node.on_leave(name)))
+                self.respond({})
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

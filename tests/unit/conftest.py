@@ -22,7 +22,7 @@ def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def head_node(tmp_path: Path) -> Iterator[HeadNode]:
     made = HeadNode(tmp_path)
     yield made
-    made.close()
+    made.end()
 
 
 @pytest.fixture

@@ -397,13 +397,12 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, arguments.host, arguments.port).start()
+            url = await serving.listen(runner, arguments.host, arguments.port)
         except OSError as error:
             where = f"{arguments.host}:{arguments.port}"
             why = os.strerror(error.errno or 0)  # asyncio's own text names the address again
             raise ConfigError(f"--port: can't listen on {where}: {why}; 0 takes any free one") from None
-        host, port = runner.addresses[0][:2]
-        process.announce_ready(arguments.ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        process.announce_ready(arguments.ready_file, url)
         pulse.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)

@@ -1,10 +1,9 @@
-"""A copy of a run's folder, for a remote worker that shares none with the head node.
+"""A remote worker's copy of a run's folder.
 
     <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
         model/                  the base model
         weights/                versions that the stager has brought
-        ready/files-0.json      where ranks have their parts of payloads from, which are not here
-        copy.json  copy.lock    this copy's name for the head node; held by its worker and the processes here
+        copy.json  copy.lock    this copy's name, and the head node's URL; held by its worker and the processes here
 
 A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
 what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
@@ -20,8 +19,9 @@ import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,16 @@ from areal_core.launch import pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
-from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import GENERATION, REWARDS, TRAINER, Owned, Share, owned
 from areal_core.run.remote.stager import Stager
+from areal_core.run.supervision import Supervision
 from areal_core.storage import lease
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 
+POLL_S = 1.0  # between two looks at the run
 NO_HEAD_S = 60.0  # without a word of the head node: the run is over
 _SEND_S = 2.0  # between two looks at what processes have written
 _LAST_WORDS_S = 10.0  # for the rest of it, and to say that this worker ends
@@ -54,29 +55,47 @@ _FILE = re.compile(r"[\w+-][\w.+ -]*", re.ASCII)
 _NEEDED = re.compile(r"(controller|rendezvous|trainer)-\d+", re.ASCII)
 
 
+class RunLostError(ProcessError):
+    """The run has ended, and not in order, or its head node is out of reach: another one may go on with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a share is worked on with, while it is one's own."""
+
+    run: RunDir
+    locks: tuple[int, ...]  # inherited by the processes here: a command that takes their place waits for them
+    stager: str | None = None  # URL of what brings versions onto this machine, for generation servers
+    ended: Callable[[], bool]  # whether the run has ended in order; raises RunLostError
+
+
 class CopiedFolder:
-    """The copy of a run's folder in `folder`, made from what its head node serves. Its methods are SharedFolder's."""
+    """The copy of a run's folder in `folder`, made from what its head node serves."""
 
     def __init__(self, head: Head, folder: Path) -> None:
         self._head = head
         self._folder = folder.absolute()
         self._about: dict[str, Any] = {}  # of the run, once it is found
+        self._url = ""  # of the head node that has told it
 
     @property
-    def name(self) -> str:
-        return self._about["run_id"]
+    def run(self) -> RunDir:
+        """Once the run is found."""
+        return RunDir(self._folder / "runs" / self._about["run_id"])
 
     def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
+        """The run's configuration once a head node runs it; None where it has ended in order, or `stop` is set. Raises
+        ConfigError where none does within `patience_s`."""
         deadline = time.monotonic() + patience_s
         with closing(self._head.session()) as session:
             while not stop.is_set():
                 try:
-                    self._about = _about(session)
+                    self._about, self._url = _about(session), session.url
                     if self._about["ended"] == IN_ORDER:
                         return None
                     if self._about["ended"] is None:
                         return load(self._about["config"] | {"state_dir": str(self._folder)})
-                    lack = f"run {self.name} has just ended"
+                    lack = f"run {self.run.root.name} has just ended"
                 except AwayError as error:
                     lack = str(error)
                 if time.monotonic() >= deadline:
@@ -86,31 +105,31 @@ class CopiedFolder:
 
     @contextmanager
     def taken(
-        self, share: Share, config: RunConfig, address: str, *, guarded: Guarded, stop: StopSignal
+        self, share: Share, config: RunConfig, address: str, *, beside: Supervision, stop: StopSignal
     ) -> Iterator[Place]:
-        if share.role == TRAINER and share.first == 0:
-            raise ConfigError(
-                "--node: must be 1 or more with --head: rank 0 publishes versions in the run's own folder, so that its "
-                "remote worker is on the head node, with --run-dir"
-            )
-        run = RunDir(self._folder / "runs" / self.name)
+        """Within, the share is this worker's alone, whose machine has `address`, and the copy is kept up to date. Waits
+        for the processes of an earlier command to end.
+
+        Raises ProcessError where the share is another worker's, and what keeps the copy from being made."""
+        run = self.run
         try:
             run.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--folder: can't make {run.root}: {error.strerror}") from None
         busy = f"--folder: {run.root} is another command's already; every command needs a folder of its own"
-        with FileLock(run.root / "copy.lock", timeout_s=config.launch.stop_timeout_s + _OWNER_S, busy=busy) as lock:
+        with ExitStack() as held:
+            lock = FileLock(run.root / "copy.lock", timeout_s=config.launch.stop_timeout_s + _OWNER_S, busy=busy)
+            held.enter_context(lock)
             self._write(run, config)
             if share.role == TRAINER:
                 _check_store(run, config)
-            with _Following(self._head, run, config, share, address).running(guarded, stop) as following:
-                self._fetch_model(run, stop, weights=share.role != REWARDS)
-                if share.role != GENERATION:
-                    yield Place(run=run, locks=(lock.fd,), ended=following.ended)
-                    return
+            following = held.enter_context(_Following(self._head, run, config, share, address).running(beside, stop))
+            self._fetch_model(run, stop, weights=share.role != REWARDS)
+            stager = None
+            if share.role == GENERATION:
                 kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
-                with Stager(run, self._head, address, kept=kept).running(guarded) as stager:
-                    yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
+                stager = held.enter_context(Stager(run, self._head, address, kept=kept).running(beside))
+            yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
 
     def _write(self, run: RunDir, config: RunConfig) -> None:
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline, _model(run)):
@@ -118,6 +137,7 @@ class CopiedFolder:
         run.forget_ready()
         run.token_file.unlink(missing_ok=True)
         run.keep_token(self._head.token)
+        _note(run, self._url)
         write_json(run.root / "config.json", config.to_dict())
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))
@@ -152,33 +172,27 @@ class _Following:
         self._share = share
         self._address = address
         self._its: Owned = owned(config, share)
-        self._node = _name(run)
+        self._node = (run.copy() or {})["node"]
         self._files = [f"{folder}/{name}" for folder, name in sorted(self._its.files)]
         self._over = threading.Event()
         self._silent_s = 0.0  # since the head node's last word, as far as it was asked for one
         self._ended: str | None = None
 
     @contextmanager
-    def running(self, guarded: Guarded, stop: StopSignal) -> Iterator[_Following]:
+    def running(self, beside: Supervision, stop: StopSignal) -> Iterator[_Following]:
         """Have the share, and follow the head node until the end of the `with`. Raises ProcessError where the share is
         another one's."""
         with closing(self._head.session()) as session, closing(self._head.session()) as channel:
             sender = Sender(self._run.root, self._files, partial(self._append, channel), self._run.root / "sent.json")
             self._claim(session, stop)
-            threads = [
-                threading.Thread(target=guarded, args=(work,), name=name, daemon=True)
-                for name, work in (("follow", lambda: self._follow(session)), ("send", lambda: self._send(sender)))
-            ]
-            for thread in threads:
-                thread.start()
-            try:
+            threads: list[threading.Thread] = []
+            with ExitStack() as ending:
+                ending.callback(self._say_last_words, sender, session, threads)
+                for name, work in (("follow", lambda: self._follow(session)), ("send", lambda: self._send(sender))):
+                    thread = beside.beside(name, work, patience_s=self._head.timeout_s + POLL_S)
+                    threads.append(ending.enter_context(thread))
+                ending.callback(self._over.set)
                 yield self
-            finally:
-                self._over.set()
-                for thread in threads:
-                    thread.join(self._head.timeout_s + POLL_S)
-                if not any(thread.is_alive() for thread in threads):
-                    self._say_last_words(sender, session)
 
     def ended(self) -> bool:
         """Whether the run has ended in order. Raises RunLostError where it has otherwise, or is out of reach."""
@@ -236,7 +250,7 @@ class _Following:
         if heard["run_id"] != self._run.root.name:
             raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
         self._put(heard["ready"])
-        self._note(session.url)
+        _note(self._run, session.url)
         self._ended = heard["ended"]
         return None
 
@@ -263,11 +277,6 @@ class _Following:
             if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
                 file.unlink(missing_ok=True)
 
-    def _note(self, url: str) -> None:
-        """Where the head node's files are served, as this machine reaches them."""
-        if self._run.ready_info("files") != {"url": url}:
-            write_json(self._run.ready_file("files"), {"url": url})
-
     def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
         status, content = channel.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
         if status == 413:
@@ -280,9 +289,11 @@ class _Following:
         while not self._over.wait(_SEND_S):
             _look(sender)
 
-    def _say_last_words(self, sender: Sender, session: Session) -> None:
+    def _say_last_words(self, sender: Sender, session: Session, threads: Sequence[threading.Thread]) -> None:
         """The rest of what processes have written, and that this worker ends. Where nobody hears it, the head node
-        finds out by itself."""
+        finds out by itself. Nothing is said while one of the threads uses what it is said with."""
+        if any(thread.is_alive() for thread in threads):
+            return
         deadline = time.monotonic() + _LAST_WORDS_S
         while not _look(sender, last=True) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -328,8 +339,8 @@ def _model(run: RunDir) -> Path:
     return run.root / "model"
 
 
-def _name(run: RunDir) -> str:
-    """Of this copy, made once."""
-    if not run.is_copy:
-        write_json(run.copy_file, {"node": secrets.token_hex(8)})
-    return json.loads(run.copy_file.read_text())["node"]
+def _note(run: RunDir, url: str) -> None:
+    """Note where this machine reaches the head node, and the name of this copy, which is made once."""
+    known = run.copy() or {"node": secrets.token_hex(8)}
+    if known.get("head") != url:
+        write_json(run.copy_file, known | {"head": url})

@@ -1,4 +1,4 @@
-"""The head node's files for remote workers that share no folder with it, over HTTP.
+"""The data server of the head node: what other machines need of the run's folder, over HTTP.
 
     remote worker --GET /run, /model/NAME, /versions/N--> what its copy of the run's folder holds
     its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
@@ -217,9 +217,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     runner = serving.runner(files.app(), shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
     await runner.setup()
     try:
-        await _listen(runner, run, launch)
-        host, port = runner.addresses[0][:2]
-        process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        process.announce_ready(ready_file, await _listen(runner, run, launch))
         pulse.follow(loop)
         while not asked.is_set() and not run.summary.exists():
             if files.model.done():
@@ -232,18 +230,15 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     return run.summary.exists()
 
 
-async def _listen(runner: web.AppRunner, run: RunDir, launch: LaunchConfig) -> None:
-    """On the port that is set, or that of the process before, where remote workers look for it. Raises ConfigError."""
-    kept = run.root / "files-port"
-    before = int(kept.read_text()) if kept.exists() else 0
+async def _listen(runner: web.AppRunner, run: RunDir, launch: LaunchConfig) -> str:
+    """Its URL: the port is the one that is set, else one that it keeps. Raises ConfigError, OSError."""
     try:
-        await web.TCPSite(runner, launch.address, launch.files_port or before).start()
+        return await serving.listen(runner, launch.address, launch.files_port, kept=run.port_file("files"))
     except OSError as error:
-        if launch.files_port:
-            where = f"port {launch.files_port} of {launch.address}"
-            raise ConfigError(f"launch.files_port: this machine can't listen on {where}: {error.strerror}") from None
-        await web.TCPSite(runner, launch.address, 0).start()
-    kept.write_text(f"{runner.addresses[0][1]}\n")
+        if not launch.files_port:
+            raise
+        where, why = f"port {launch.files_port} of {launch.address}", os.strerror(error.errno or 0)
+        raise ConfigError(f"launch.files_port: this machine can't listen on {where}: {why}") from None
 
 
 async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:

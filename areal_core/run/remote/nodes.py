@@ -1,4 +1,4 @@
-"""The remote workers that share no folder with the head node, as it has heard of them last.
+"""The remote workers of a run, as its head node has heard of them last.
 
 A share is one worker's at a time: who has it says so once a second, and for `GONE_S` after the last time nobody else
 gets it. What it says of its processes stands in the run's folder as if they were here: ready files, by which ranks are
@@ -17,10 +17,10 @@ from typing import Annotated
 import msgspec
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, ConfigError
+from areal_core.errors import ArealError
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Count, Pulse, Text
-from areal_core.run.remote.share import TRAINER, Owned, Share, owned
+from areal_core.run.remote.share import Owned, Share, owned
 from areal_core.storage.rundir import RunDir, write_json
 
 GONE_S = 15.0  # without a word, after which another worker may have a share
@@ -73,8 +73,6 @@ class Nodes:
         if not _NAME.fullmatch(name):
             raise ValueError("node: must be letters, digits, dashes and underscores, at most 64")
         share = Share(role=said.role, first=said.first, count=said.count).settled(self._config)
-        if share.role == TRAINER and share.first == 0:
-            raise ConfigError("--node: must be 1 or more with --head: rank 0 has the run's own folder (--run-dir)")
         its = owned(self._config, share)
         if strange := (said.ready.keys() | said.pulses.keys()) - its.processes:
             raise ValueError(f"ready, pulses: {min(strange)[:64]!r} is none of {', '.join(sorted(its.processes))}")

@@ -47,9 +47,10 @@ class Share:
                 f"got {config.launch.remote_roles!r}"
             )
         if self.role == TRAINER:
-            if self.first >= config.training.hosts:
+            if not 1 <= self.first < config.training.hosts:
                 raise ConfigError(
-                    f"--node: must be at most {config.training.hosts - 1} (training.hosts), got {self.first}"
+                    f"--node: must be from 1 to {config.training.hosts - 1}, as training.hosts counts the head node, "
+                    f"which is 0, got {self.first}"
                 )
             return Share(role=self.role, first=self.first, count=1)
         count = self.count or config.generation_servers

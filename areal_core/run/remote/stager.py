@@ -1,4 +1,4 @@
-"""The stager of a machine with generation servers and a copy of the run's folder: it brings versions onto the machine.
+"""The stager of a machine with generation servers: it brings versions onto the machine, each once.
 
     controller --POST /stage--> here --GET /versions/N, once for all servers of the machine--> head node
                <--path of the copy---    while these go on decoding
@@ -13,7 +13,7 @@ import asyncio
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -23,6 +23,7 @@ from areal_core.api import bodies, serving
 from areal_core.api.head import AwayError, Head, fetch
 from areal_core.api.refusals import guard, refusals
 from areal_core.errors import ProcessError, StorageError
+from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
@@ -46,18 +47,16 @@ class Stager:
         self._here: dict[int, PolicyVersion] = {}  # the one asked for last comes last
 
     @contextmanager
-    def running(self, guarded: Callable[[Callable[[], None]], None]) -> Iterator[str]:
-        """Its URL; `guarded` runs it in a thread, until the end of the `with`. Raises ProcessError."""
+    def running(self, beside: Supervision) -> Iterator[str]:
+        """Its URL; it runs in a thread until the end of the `with`. Raises ProcessError."""
         shutil.rmtree(self._run.weights, ignore_errors=True)
         self._run.weights.mkdir(parents=True)
         up: Future[str] = Future()
-        thread = threading.Thread(target=guarded, args=(lambda: self._work(up),), name="stager", daemon=True)
-        thread.start()
-        try:
-            yield up.result()
-        finally:
-            self._over.set()
-            thread.join()
+        with beside.beside("stager", lambda: self._work(up)):
+            try:
+                yield up.result()
+            finally:
+                self._over.set()
 
     def app(self) -> web.Application:
         doors = [guard(self._head.token), refusals({StorageError: 502, AwayError: 502, OSError: 502})]
@@ -120,13 +119,9 @@ class Stager:
         runner = serving.runner(self.app(), shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._address, 0).start()
+            up.set_result(await serving.listen(runner, self._address))
+            await asyncio.to_thread(self._over.wait)
         except OSError as error:
             up.set_exception(ProcessError(f"--address: can't listen on {self._address}: {error.strerror}"))
-            return
-        try:
-            host, port = runner.addresses[0][:2]
-            up.set_result(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            await asyncio.to_thread(self._over.wait)
         finally:
             await runner.cleanup()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError, Head, Session, in_file
+from areal_core.api.head import AwayError, Head, Session
 from areal_core.api.scored_groups import Span, cut, in_segment, read_group, read_group_file, spans_text
 from areal_core.errors import ProcessError, StorageError
 from areal_core.storage.rundir import RunDir
@@ -15,20 +15,20 @@ from areal_core.types import BatchGroup, GroupPayload
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0  # for the head node's files to be served again, and to go on with a response
+_PATIENCE_S = 60.0  # for a data server that is away, and for it to go on with a response
 _RETRY_S = 0.2  # between two tries
 
 
 class Trajectories:
-    """Payloads of groups: parts of segments, which a rank reads in the run's folder, and beside a copy of it, which has
-    none, has from what serves the head node's files. The controller is asked for what is damaged or gone, and has it
-    made again. For one thread at a time."""
+    """Payloads of groups: parts of segments. On the head node a rank reads them in the run's folder. Elsewhere it asks
+    the data server for them. The controller is asked for what is damaged or gone, and has it made again. For one thread
+    at a time."""
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.payloads
         self._files: Session | None = None
-        if run.is_copy:
-            self._files = Head(in_file(run.ready_file("files")), run.token(), timeout_s=_PATIENCE_S).session()
+        if (copy := run.copy()) is not None:
+            self._files = Head(copy["head"], run.token(), timeout_s=_PATIENCE_S).session()
 
     def read(self, group: BatchGroup, completions: Sequence[int], controller: ControllerClient) -> GroupPayload:
         """Some completions of a group, in the order given, and nothing of the others. Raises ProcessError where they

@@ -1,4 +1,4 @@
-"""A run on hosts that are given: two workers on this machine, which have no folder in common."""
+"""A run on hosts that are given: two workers on this machine."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from areal_core.api import head as module
-from areal_core.api.head import AwayError, Head, checked_url, fetch, in_file
+from areal_core.api.head import AwayError, Head, checked_url, fetch
 from areal_core.errors import ConfigError, StorageError
 from tests.support.remote import HeadNode
 
@@ -97,8 +96,8 @@ def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_head_node_has_not_and_a_token_that_it_refuses(head_node: HeadNode, tmp_path: Path) -> None:
-    head = head_node.head()
     (head_node.model / "merges.txt").touch()
+    head = head_node.head()
     empty = blake3().hexdigest()
     assert fetch(head, "/model/merges.txt", tmp_path / "m", empty, stopped=bool, patience_s=1.0) == 0
     with pytest.raises(StorageError, match=r"/model/other: 404: the model has no such file$"):
@@ -108,18 +107,22 @@ def test_a_file_that_the_head_node_has_not_and_a_token_that_it_refuses(head_node
         fetch(stranger, "/model/config.json", tmp_path / "m", DIGEST, stopped=lambda: False, patience_s=60.0)
 
 
-def test_a_head_node_that_has_moved_is_found_by_its_file(head_node: HeadNode, tmp_path: Path) -> None:
-    file = tmp_path / "head.json"
-    head = Head(in_file(file), head_node.run.token())
+def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> None:
+    where: list[str] = []
+
+    def url() -> str:
+        if not where:
+            raise AwayError("there is none yet")
+        return where[-1]
+
+    head = Head(url, head_node.run.token())
     with closing(head.session()) as session:
-        with pytest.raises(AwayError, match=r'names no head node, {"url": \.\.\.}'):
+        with pytest.raises(AwayError, match="there is none yet"):
             session.ask("GET", "/run")
-        file.write_text(json.dumps({"url": head_node.serve()}))
-        assert session.ask("GET", "/run")[0] == 200
-        before = head.url
-        file.write_text(json.dumps({"url": head_node.serve()}))  # ends the one before
-        assert session.ask("GET", "/run")[0] == 200
-        assert head.url != before
+        for _ in range(2):  # the second ends the one before
+            where.append(head_node.serve())
+            assert session.ask("GET", "/run")[0] == 200
+            assert session.url == where[-1]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_a_head_node_that_has_moved_is_found_by_its_file(head_node: HeadNode, tm
 )
 def test_what_is_no_url_of_a_head_node(url: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^--head: must be the URL of the head node's files, as http://10\.0\.0\.1:89"
+        ConfigError, match=r"^--head: must be the URL of the head node's data server, as http://10\.0\.0\.1:89"
     ):
         checked_url(url)
     assert checked_url("http://[fd00::1]:8900/") == "http://[fd00::1]:8900"

@@ -1,16 +1,19 @@
-"""Connections of clients that begin a request and do not end it."""
+"""Ports that listeners keep, and connections of clients that begin a request and do not end it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from areal_core.api.serving import runner
+from areal_core.api import serving as module
+from areal_core.api.serving import listen, runner
+from areal_core.errors import ConfigError
 
 SILENT_S = 0.5
 PATIENCE_S = 60.0  # of a test; nothing takes so long
@@ -83,3 +86,42 @@ async def test_slow_upload_that_goes_on_is_received() -> None:
 
 def test_every_server_is_started_so() -> None:
     assert [file.name for file in CORE.rglob("*.py") if "AppRunner(" in file.read_text()] == ["serving.py"]
+
+
+async def listening(kept: Path) -> tuple[web.AppRunner, str]:
+    made = runner(web.Application())
+    await made.setup()
+    return made, await listen(made, "127.0.0.1", kept=kept)
+
+
+async def test_listener_keeps_its_port_where_no_connection_takes_it(tmp_path: Path) -> None:
+    first, url = await listening(tmp_path / "port")
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not low <= int(url.rpartition(":")[2]) <= high
+    await first.cleanup()
+    again, there = await listening(tmp_path / "port")
+    assert there == url
+    other, elsewhere = await listening(tmp_path / "other")
+    assert elsewhere != url
+    for one in (again, other):
+        await one.cleanup()
+
+
+async def test_kept_port_that_is_taken_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RELEASE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "port").write_text(f"{port}\n")
+        line = (
+            f"port: this machine can't listen on port {port} of 127.0.0.1 again: Address already in use; end what uses"
+        )
+        with pytest.raises(ConfigError, match=line):
+            await listening(tmp_path / "port")
+
+
+async def test_ports_that_are_taken_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(module, "_lasting_ports", lambda: [taken.getsockname()[1], 0])
+        made, url = await listening(tmp_path / "port")
+        assert url != f"http://127.0.0.1:{taken.getsockname()[1]}"
+        await made.cleanup()

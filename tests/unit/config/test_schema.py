@@ -325,6 +325,11 @@ def test_what_needs_completions_that_differ_is_refused_where_none_do(values: dic
             "training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2",
         ),
         (
+            {"launch": {"remote_roles": "both"}},
+            "training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first "
+            "machine that trains, got 1",
+        ),
+        (
             {"training": {"ranks": 3, "hosts": 2}, "launch": {"remote_roles": "trainer"}},
             "training.ranks: must be a multiple of training.hosts (2), got 3",
         ),
@@ -406,3 +411,13 @@ def test_what_follows_from_remote_roles() -> None:
     config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"remote_roles": "both", "address": "fd00::1"}})
     assert config.remote_roles == {"generation", "trainer"}
     assert config.ranks_per_host == 2
+
+
+@pytest.mark.parametrize(
+    ("launch", "admits"),
+    [({}, False), ({"address": "::1"}, False), ({"remote_roles": "generation"}, True), ({"address": "10.0.0.1"}, True)],
+)
+def test_other_machines_may_join_where_a_role_is_theirs_or_they_reach_the_head_node(
+    launch: dict[str, Any], admits: bool
+) -> None:
+    assert load({"launch": launch}).admits_machines is admits

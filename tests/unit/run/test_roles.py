@@ -12,7 +12,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.run.roles import interface, remote_generation, remote_trainer, role_specs
+from areal_core.run.roles import interface, remote_generation, role_specs, training_node
 from areal_core.storage.rundir import RunDir, RunInfo
 
 EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
@@ -45,6 +45,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "controller": 1,
         "trainer": 2,
         "rendezvous": 1,
+        "node": 1,
         "files": 1,
         "evaluator": 1,
         "evaluation": 0,  # the evaluator steps one embedded engine itself
@@ -204,14 +205,17 @@ def test_servers_of_another_machine_have_its_address_and_numbers_and_gpus_of_the
     assert spec.cpus is None
     assert [spec.env(index)["CUDA_VISIBLE_DEVICES"] for index in spec.indices] == ["4", "5"]
     assert option(role_specs(run, config, [0, 1])["generation"].argv(0), "--host") == "127.0.0.1"
-    assert remote_trainer(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert training_node(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
     run, config = prepared(tmp_path, accelerator="cuda", remote_roles="trainer")
-    assert role_specs(run, config, [0])["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    specs = role_specs(run, config, [0])
+    assert specs["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "1"
+    assert specs["node"].env(0)["CUDA_VISIBLE_DEVICES"] == "4,5"  # after four servers
 
 
 def test_ranks_of_another_machine_talk_through_the_interface_of_its_address(tmp_path: Path) -> None:
     run, config = prepared(tmp_path)
-    spec = remote_trainer(run, config, address="127.0.0.1", node=1)
+    spec = training_node(run, config, address="127.0.0.1", node=1)
     assert list(spec.indices) == [1]
     assert spec.env(1)["GLOO_SOCKET_IFNAME"] == "lo"
     assert spec.argv(1)[1:] == [

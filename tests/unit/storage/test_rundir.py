@@ -27,14 +27,6 @@ def test_ready_processes(run: RunDir) -> None:
     assert not list(run.ready.iterdir())
 
 
-@pytest.mark.parametrize("half", [b"", b'{"pid": 7, "u', b"\xff"])
-def test_a_file_that_is_half_there_is_not_ready_yet(run: RunDir, half: bytes) -> None:
-    run.ready_file("controller").write_bytes(half)
-    assert run.ready_info("controller") is None
-    run.ready_file("trainer").mkdir()  # any OSError but that of a file that is absent
-    assert run.ready_info("trainer") is None
-
-
 def test_a_run_keeps_its_token(tmp_path: Path) -> None:
     config = load({"state_dir": str(tmp_path)})
     tokens: list[str] = []
@@ -49,7 +41,7 @@ def test_a_run_keeps_its_token(tmp_path: Path) -> None:
 def test_a_copy_of_a_run_that_goes_on_here_is_the_runs_own_folder(tmp_path: Path) -> None:
     config, info = load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="m", checkpoint_url="c")
     run = RunDir.create(config, info)
-    assert not run.is_copy
+    assert run.copy() is None
     write_json(run.copy_file, {"node": "a"})
-    assert run.is_copy
-    assert not RunDir.create(config, info).is_copy
+    assert run.copy() == {"node": "a"}
+    assert RunDir.create(config, info).copy() is None

@@ -58,20 +58,13 @@ def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, cl
         nodes.hear("a", said(0, 2))
 
 
-def test_a_worker_that_has_said_its_last_words_makes_room_at_once(nodes: Nodes) -> None:
+def test_workers_that_have_said_their_last_words_or_are_gone_are_not_awaited(nodes: Nodes, clock: Clock) -> None:
     nodes.hear("a", said())
-    assert nodes.awaited
     nodes.hear("a", said(over=True))
     assert not nodes.awaited
-    nodes.hear("b", said())
+    nodes.hear("b", said())  # there is room at once
     assert nodes.awaited
-
-
-def test_workers_that_are_gone_are_not_awaited(nodes: Nodes, clock: Clock) -> None:
-    nodes.hear("a", said(0))
-    nodes.hear("b", said(1))
     clock.now += GONE_S
-    nodes.hear("b", said(1, over=True))
     assert not nodes.awaited
 
 
@@ -87,11 +80,6 @@ def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nod
     assert pulse.read(run.pulse_file("generation")) is None
 
 
-def test_ranks_of_another_machine_are_ready_here(nodes: Nodes, head_node: HeadNode) -> None:
-    nodes.hear("t", said(1, role="trainer", ready={"trainer-1": {"pid": 3, "url": None}}))
-    assert head_node.run.ready_info("trainer", 1) == {"pid": 3, "url": None}
-
-
 @pytest.mark.parametrize(
     ("name", "what", "line"),
     [
@@ -99,8 +87,8 @@ def test_ranks_of_another_machine_are_ready_here(nodes: Nodes, head_node: HeadNo
         ("", said(), "node: must be letters, digits"),
         ("a", said(role="launcher"), r"launch\.remote_roles: must be launcher or both"),
         ("a", said(2), r"--first: servers 2 to 2 are more than the run has"),
-        ("a", said(0, role="trainer"), "--node: must be 1 or more with --head"),
-        ("a", said(2, role="trainer"), r"--node: must be at most 1"),
+        ("a", said(0, role="trainer"), "--node: must be from 1 to 1"),
+        ("a", said(2, role="trainer"), "--node: must be from 1 to 1"),
         ("a", said(ready={"generation-1": {"pid": 1}}), "ready, pulses: 'generation-1' is none of generation-0$"),
         ("a", said(pulses={"controller-0": BEAT}), "ready, pulses: 'controller-0' is none of generation-0$"),
         ("a", said(1, role="trainer", ready={"trainer-0": {"pid": 1}}), "ready, pulses: 'trainer-0' is none of "),

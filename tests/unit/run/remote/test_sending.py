@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_core.api.head import AwayError
 from areal_core.config.schema import LaunchConfig
-from areal_core.launch.logs import Journal, LogFile, Source
+from areal_core.launch.logs import Journal, Source
 from areal_core.run.remote.files import FullError, append
 from areal_core.run.remote.sending import Sender
 
@@ -102,30 +102,6 @@ def test_what_is_large_goes_in_pieces(machine: Machine, head: HeadFolder) -> Non
     assert head.calls > 2
 
 
-def test_what_was_taken_without_an_answer_is_not_sent_twice(machine: Machine, head: HeadFolder) -> None:
-    for turn in range(6):
-        for name in (LOG, TIMELINE):
-            machine.write(name, f"turn {turn}\n")
-        head.breaks = lambda turn=turn: turn % 2 == 0
-        try:
-            machine.sender.look()
-        except AwayError:
-            assert turn % 2 == 0
-    assert head.text(LOG) == head.text(TIMELINE) == "".join(f"turn {turn}\n" for turn in range(6))
-
-
-def test_a_command_that_is_started_again_goes_on_where_the_last_one_ended(machine: Machine, head: HeadFolder) -> None:
-    for name in (LOG, TIMELINE):
-        machine.write(name, "one\n")
-    machine.sender.look()
-    for name in (LOG, TIMELINE):
-        machine.write(name, "two\n")
-    machine.start()
-    machine.sender.look()
-    assert head.text(LOG) == head.text(TIMELINE) == "one\ntwo\n"
-    assert not (head.root / f"{LOG}.1").exists()
-
-
 def test_a_machine_in_the_place_of_another_one(tmp_path: Path, machine: Machine, head: HeadFolder) -> None:
     """Its log and its timeline go on behind the other's."""
     for name in (LOG, TIMELINE):
@@ -155,26 +131,6 @@ def test_the_head_node_rotates_a_log_that_would_get_too_large(machine: Machine, 
         f"generation-0.log{end}" for end in ("", ".1", ".2")
     }
     assert all(path.stat().st_size <= 100 for path in (head.root / LOG).parent.iterdir())
-
-
-def test_a_log_that_its_supervisor_rotates(machine: Machine, head: HeadFolder) -> None:
-    path = machine.root / LOG
-    path.touch()
-    supervised = LogFile(path, 64 * 1024, OLDER)
-    lines = [f"{number:07d} {'x' * 100}\n" for number in range(1500)]  # 160 kB: it is rotated twice
-    rotated = 0
-    for start in range(0, len(lines), 100):
-        machine.write(LOG, "".join(lines[start : start + 100]))
-        machine.sender.look()
-        size = path.stat().st_size
-        machine.write(LOG, "between two looks\n")
-        supervised.new_lines()
-        rotated += path.stat().st_size < size
-    machine.sender.look(last=True)
-    assert rotated == 2
-    sent = head.text(LOG).splitlines(keepends=True)
-    assert [line for line in sent if line != "between two looks\n"] == lines
-    assert sent.count("between two looks\n") == 15
 
 
 def test_a_journal_that_is_rotated_by_its_handler(machine: Machine, head: HeadFolder) -> None:

@@ -12,7 +12,7 @@ from areal_core.run.remote.share import Share, owned, places
 
 
 def config(**generation: Any) -> RunConfig:
-    launch = {"remote_roles": "both", "copies": True, "devices": 8}
+    launch = {"remote_roles": "both", "devices": 8}
     return load(
         {
             "launch": launch,
@@ -80,7 +80,10 @@ def test_shares_overlap_in_one_role() -> None:
     ("share", "line"),
     [
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
-        (Share(role="trainer", first=2), r"--node: must be at most 1 \(training\.hosts\), got 2"),
+        (
+            Share(role="trainer"),
+            r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, got 0",
+        ),
         (Share(role="generation", first=2, count=2), "--first: servers 2 to 3 are more than the run has, 3 "),
         (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),

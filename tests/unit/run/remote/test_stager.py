@@ -15,9 +15,11 @@ from aiohttp import web
 from areal_core.api import head as module
 from areal_core.api.access import authorization
 from areal_core.api.head import AwayError, Head
+from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError, StorageError
 from areal_core.run.remote import stager as stager_module
 from areal_core.run.remote.stager import Stager
+from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import PolicyVersion
@@ -173,18 +175,14 @@ async def test_what_is_no_version(stager: Stager, counting: Counting, number: in
 
 
 @pytest.fixture
-async def asked(stager: Stager) -> AsyncIterator[Post]:
+def beside(copy: RunDir) -> Supervision:
+    return Supervision(copy, LaunchConfig(), log=print, forward=print, end=lambda: None)
+
+
+@pytest.fixture
+async def asked(stager: Stager, beside: Supervision) -> AsyncIterator[Post]:
     """POST to a path of the stager at work; returns status and body."""
-    failures: list[BaseException] = []
-
-    def guarded(action: Callable[[], None]) -> None:
-        try:
-            action()
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    with stager.running(guarded) as url:
+    with stager.running(beside) as url:
         async with aiohttp.ClientSession() as session:
 
             async def post(body: object, token: str | None = "token", path: str = "/stage") -> tuple[int, str]:
@@ -194,7 +192,7 @@ async def asked(stager: Stager) -> AsyncIterator[Post]:
                     return response.status, await response.text()
 
             yield post
-    assert not failures
+    assert beside.failure is None
     assert not [thread for thread in threading.enumerate() if thread.name == "stager"]
 
 
@@ -224,10 +222,10 @@ async def test_its_refusals_are_one_line(asked: Post, counting: Counting, head_n
         assert (got, len(text.splitlines())) == (status, 1), text
 
 
-def test_an_address_that_is_not_this_machines(copy: RunDir) -> None:
+def test_an_address_that_is_not_this_machines(copy: RunDir, beside: Supervision) -> None:
     stager = Stager(copy, Head("http://127.0.0.1:1", "token"), "203.0.113.9", kept=2)
     with (
         pytest.raises(ProcessError, match=r"^--address: can't listen on 203\.0\.113\.9: "),
-        stager.running(lambda action: action()),
+        stager.running(beside),
     ):
         raise AssertionError

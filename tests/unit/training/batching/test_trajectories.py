@@ -1,5 +1,4 @@
-"""Where a rank reads its trajectories: in the run's folder, beside a copy of it on the head node, and else of the
-controller."""
+"""Where a rank reads its trajectories: in the run's folder, elsewhere from the data server."""
 
 from __future__ import annotations
 
@@ -64,10 +63,9 @@ def segment(head_node: HeadNode) -> Path:
 def copy(tmp_path: Path, head_node: HeadNode) -> RunDir:
     """Of the run's folder, on another machine."""
     run = RunDir(tmp_path / "copy")
-    run.ready.mkdir(parents=True)
-    write_json(run.copy_file, {"node": "a"})
+    run.root.mkdir()
+    write_json(run.copy_file, {"node": "a", "head": head_node.serve()})
     run.token_file.write_text(head_node.run.token())
-    write_json(run.ready_file("files"), {"url": head_node.serve()})
     return run
 
 
@@ -126,14 +124,13 @@ def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("segment")
-def test_files_that_are_served_again_elsewhere_are_found(
-    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_server_that_is_started_again_is_waited_for(copy: RunDir, head_node: HeadNode) -> None:
     reader, controller = Trajectories(copy), Controller()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
+    port = int((copy.copy() or {})["head"].rpartition(":")[2])
     head_node.close()
-    come_back = threading.Timer(0.2, lambda: write_json(copy.ready_file("files"), {"url": head_node.serve()}))
-    come_back.start()
+    later = threading.Timer(0.5, lambda: head_node.serve(port))
+    later.start()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
     come_back.join()
     assert controller.asked == []

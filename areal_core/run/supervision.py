@@ -1,0 +1,107 @@
+"""Supervision of the roles that one machine runs: the launcher and remote workers have one each.
+
+Every role has a thread, and so has whatever watches them. The first error is kept as the failure of all, and ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.errors import ArealError, ProcessError
+from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
+from areal_core.storage.rundir import RunDir
+
+Log = Callable[[str], None]
+
+
+class Supervision:
+    """Supervises roles in threads that end together. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        launch: LaunchConfig,
+        *,
+        log: Log,
+        forward: Log,
+        end: Callable[[], None],
+        counts: Callable[[BaseException], bool] = lambda error: True,
+    ) -> None:
+        """`log` is told what happens to processes, `forward` what they log. `end` ends all roles after a failure;
+        an error is one unless `counts` says no."""
+        self.failure: BaseException | None = None
+        self._run_dir, self._launch = run_dir, launch
+        self._log, self._forward = log, forward
+        self._end, self._counts = end, counts
+        self._state = threading.Lock()
+        self._supervisors: list[Supervisor] = []
+
+    def run(
+        self,
+        spec: RoleSpec,
+        stop: StopSignal,
+        on_ready: Callable[[int, dict[str, Any]], None] | None = None,
+        *,
+        locks: tuple[int, ...] = (),
+    ) -> None:
+        """Supervise the processes of a role until they have ended or `stop` is set; they inherit `locks`. Raises
+        ProcessError when one of them has no restart left."""
+        supervisor = Supervisor(
+            self._run_dir,
+            spec,
+            self._launch,
+            stop=stop,
+            on_ready=on_ready,
+            log=self._log,
+            forward=self._forward,
+            pass_fds=locks,
+        )
+        with self._state:
+            self._supervisors.append(supervisor)
+        supervisor.run()
+
+    @contextmanager
+    def beside(
+        self, name: str, work: Callable[[], None], *, patience_s: float | None = None
+    ) -> Iterator[threading.Thread]:
+        """Do `work` in a thread meanwhile, and wait for it then, `patience_s` at most. An error within the `with` is a
+        failure, too, so that it ends the thread."""
+        thread = threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
+        thread.start()
+        try:
+            yield thread
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            thread.join(patience_s)
+
+    def guarded(self, work: Callable[[], None]) -> None:
+        """Do `work`, in a thread of this process: its error is a failure."""
+        try:
+            work()
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            self.fail(ProcessError(f"the run's folder can't be used{where}: {error.strerror or error}"))
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, ArealError):
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure, and end all roles."""
+        with self._state:
+            if self.failure is not None or not self._counts(error):
+                return
+            self.failure = error
+        self._end()
+
+    def explain(self) -> None:
+        """Have processes that are stopped from now on leave their stacks in their logs."""
+        with self._state:
+            for supervisor in self._supervisors:
+                supervisor.explains = True
