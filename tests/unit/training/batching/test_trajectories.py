@@ -124,7 +124,9 @@ def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("segment")
-def test_a_data_server_that_is_started_again_is_waited_for(copy: RunDir, head_node: HeadNode) -> None:
+def test_a_data_server_that_is_started_again_is_waited_for(
+    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, controller = Trajectories(copy), Controller()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
     port = int((copy.copy() or {})["head"].rpartition(":")[2])
@@ -132,7 +134,7 @@ def test_a_data_server_that_is_started_again_is_waited_for(copy: RunDir, head_no
     later = threading.Timer(0.5, lambda: head_node.serve(port))
     later.start()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
-    come_back.join()
+    later.join()
     assert controller.asked == []
     head_node.close()
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
