@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import socket
@@ -94,6 +95,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         (["storage.url=s3://"], "storage.url: 's3://' names no bucket; use s3://bucket/prefix"),
         (["name=" + "x" * 101], "name: must have at most 100 bytes, got 101; shorten xxx"),
         (["tracking.experiment=" + "ä" * 126], "tracking.experiment: must have at most 250 bytes, got 252"),
+        (
+            ["environment.verifier=my_verifier:exact"],
+            "environment.verifier: my_verifier:exact can't be imported: No module named 'my_verifier'; "
+            f"{os.uname().nodename} looked in {os.getcwd()} and PYTHONPATH=",
+        ),
         (["tracking.uri=file:///somewhere"], "tracking.uri: 'file:///somewhere' is not supported; use http"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -14,6 +14,7 @@ from tests.support.runs import Launched, tiny
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.end_to_end
 def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.cpu_seconds(40)
-@pytest.mark.nightly
+@pytest.mark.recovery
 def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
     train = subprocess.Popen(
         [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(tmp_path)],

@@ -42,7 +42,11 @@ def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("name", "line", "said", "why"),
     [
         ("first_call", 5, "KeyError: 'anwser'", ""),
-        ("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0", "no result"),
+        pytest.param(
+            *("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0"),
+            "no result",
+            marks=pytest.mark.end_to_end,
+        ),
         pytest.param(
             *("hangs", 12, "no verdict within 1 s (rollout.reward_timeout_s)", "3 tries in a row"),
             marks=pytest.mark.nightly,

@@ -152,8 +152,8 @@ def seen() -> Seen:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", ["trains", "frees"])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_whoever_is_stopped_before_any_call_deletes_nothing_that_is_in_force(
+@pytest.mark.parametrize("keep", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_launcher_stopped_before_any_call_deletes_nothing_in_force(
     tmp_path: Path, seen: Seen, keep: int, first: str, other: str
 ) -> None:
     if keep == 1 and other == "finds the newest damaged":
@@ -171,7 +171,8 @@ def test_whoever_is_stopped_before_any_call_deletes_nothing_that_is_in_force(
             check(files, (a, b), f"stop {stop}, {late} late")
 
 
-def test_two_who_are_stopped_one_upon_the_other(tmp_path: Path, seen: Seen) -> None:
+@pytest.mark.nightly
+def test_two_launchers_stopped_in_turn_delete_nothing_in_force(tmp_path: Path, seen: Seen) -> None:
     """The first is stopped at any deletion, the second at any call, a third commits; then the second goes on, then the
     first."""
     begun, keep = MemoryStore(), 1
@@ -194,6 +195,7 @@ def twice_interrupted(files: MemoryStore, folder: Path, keep: int, stop: int, ag
     return reached[0]
 
 
+@pytest.mark.nightly
 def test_every_pair_was_cut(seen: Seen) -> None:
     """Runs after the others, in their process."""
     if not seen.schedules:

@@ -59,7 +59,7 @@ class CpuSeconds:
         ranked = sorted(self._tests.items(), key=lambda test: -test[1].cpu_s)
         if not ranked:
             return
-        if file := os.environ.get(_FILE):
+        if (file := os.environ.get(_FILE)) and not hasattr(terminalreporter.config, "workerinput"):
             Path(file).write_text(json.dumps({name: asdict(spent) for name, spent in ranked}, indent=1))
         in_all = sum(spent.cpu_s for _, spent in ranked)
         terminalreporter.section(f"most expensive of {len(ranked)} tests, {in_all:.0f} CPU seconds in all")

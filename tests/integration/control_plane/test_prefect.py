@@ -89,8 +89,7 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     )
 
 
-@pytest.mark.nightly
-def test_a_run_finds_the_modules_of_the_command_that_starts_it(up: Up, tmp_path: Path) -> None:
+def test_run_imports_modules_of_the_directory_and_pythonpath_of_its_command(up: Up, tmp_path: Path) -> None:
     """One is in its working directory, one on its PYTHONPATH; the worker was started elsewhere."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "my_verifier.py").write_text("from my_lib import exact_match\n")
@@ -104,11 +103,6 @@ def test_a_run_finds_the_modules_of_the_command_that_starts_it(up: Up, tmp_path:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    ran = run_python(up.state, "flows.train", "--steps", "1", verifier, *emulated(up.state))
-    assert (
-        "environment.verifier: my_verifier:exact_match can't be imported: No module named 'my_verifier'; " in ran.stdout
-    )
-    assert f"looked in {ROOT} and PYTHONPATH='{ROOT}" in ran.stdout
 
 
 @pytest.mark.recovery
@@ -135,7 +129,6 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
-@pytest.mark.nightly
 def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
