@@ -77,13 +77,6 @@ def test_huge_numbers_are_read_or_refused(text: str) -> None:
     assert found is None or found.adjusted() < 300
 
 
-def test_the_last_tagged_answer_counts() -> None:
-    assert reading("<answer>a</answer> <answer>b</answer> </answer>") == "b"
-    assert reading("<answer>a <answer>b</answer>") == "a <answer>b"
-    assert reading("<answer>a</answer>\n<answer>b") == "a"
-    assert reading("</answer>\n<answer>") == "<answer>"
-
-
 @pytest.mark.parametrize(
     ("text", "unit"), [("3 m^2/s", True), ("3 km^{ 2 } / s", True), (r"3^\circ", True), ("3 m^2 !", False)]
 )

@@ -62,12 +62,6 @@ def asked(gold="3"):
     return Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold)
 
 
-def group_pool(model, n=1, *, workers=1, environment=None, function=worker.advance):
-    """Workers that run the rollouts of groups."""
-    config = RunConfig(environment=environment or EnvironmentConfig(), algorithm=AlgorithmConfig(group_size=n))
-    return RewardPool(workers, 30.0, function=functools.partial(function, config, str(model)))
-
-
 @pytest.fixture
 def model(tmp_path):
     char_tokenizer().save(tmp_path / "tokenizer.json")
@@ -160,12 +154,22 @@ def pool(start):
     return start(workers=2, timeout_s=30.0)
 
 
-async def test_the_pool_scores_in_processes_of_its_own(model):
-    pool = group_pool(model)
+@pytest.fixture
+def group_pool(start, model):
+    """Make a pool whose workers run the rollouts of groups."""
+
+    def made(n=1, *, workers=1, environment=None, function=worker.advance):
+        config = RunConfig(environment=environment or EnvironmentConfig(), algorithm=AlgorithmConfig(group_size=n))
+        return start(workers, 30.0, functools.partial(function, config, str(model)))
+
+    return made
+
+
+async def test_the_pool_scores_in_processes_of_its_own(group_pool):
+    pool = group_pool()
     scored = await pool.begin(asked()).advance(arrivals(completion("#3", [0, 0, 0])))
     with pytest.raises(GenerationError):  # an error of its own comes back as it is
         await pool.begin(asked()).advance([Arrival(0, 0, whole_completions(b"{}", 1)[0])])
-    await pool.close()
     assert scored.summary.correct == 1
 
 
@@ -269,9 +273,9 @@ async def test_a_cancelled_score_frees_its_worker_and_closing_ends_the_others(st
 TALKING = EnvironmentConfig(name="two_turn")
 
 
-async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
+async def test_suspended_groups_go_on_in_the_worker_that_has_them(group_pool):
     """Three groups in turn, in two workers, each with a request of its own."""
-    pool = group_pool(model, workers=2, environment=TALKING)
+    pool = group_pool(workers=2, environment=TALKING)
     sessions = [pool.begin(asked()) for _ in range(3)]
     requests = await asyncio.gather(
         *(session.advance(arrivals(completion(f"#{place}", [0, 0, 0]))) for place, session in enumerate(sessions))
@@ -283,11 +287,10 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     said = [char_tokenizer().decode(payload.tokens.tolist()) for payload in payloads]
     assert said == ["#2=#3", "#1=#3", "#0=#3"]
     assert {one.summary.rewards for one in scored} == {(0.5,)}
-    await pool.close()
 
 
-async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model):
-    pool = group_pool(model, environment=TALKING)
+async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_pool):
+    pool = group_pool(environment=TALKING)
     session = pool.begin(asked())
     await session.advance(arrivals(completion("#0", [0, 0, 0])))
     [pid] = pool.pids()
@@ -298,26 +301,24 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model)
         await session.advance(arrivals(completion("#3", [0, 0, 0]), request=1))
     [request] = await session.advance(arrivals(completion("#0", [0, 0, 0])))  # it starts again, in another worker
     assert request.n == 1
-    await pool.close()
 
 
-async def test_a_group_that_waits_for_completions_takes_no_worker(model):
+async def test_a_group_that_waits_for_completions_takes_no_worker(group_pool):
     """One worker, three groups of two completions that end in turn: each is judged as it comes."""
-    pool = group_pool(model, n=2)
+    pool = group_pool(n=2)
     sessions = [pool.begin(asked()) for _ in range(3)]
     for session in sessions:
         assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
     for session in reversed(sessions):
         scored = await session.advance([Arrival(0, 1, whole(completion("#4", [1, 1, 1]))[0])])
         assert scored.summary.rewards == (1.0, 0.0)
-    await pool.close()
 
 
-async def test_a_suspended_group_goes_on_beside_the_policy(model, monkeypatch):
+async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, monkeypatch):
     """Its worker is asked nothing meanwhile."""
     monkeypatch.setenv("NOTED", str(model / "noted"))
     environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
-    pool = group_pool(model, n=2, environment=environment)
+    pool = group_pool(n=2, environment=environment)
     session = pool.begin(asked())
     assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
     async with asyncio.timeout(30):
@@ -325,7 +326,6 @@ async def test_a_suspended_group_goes_on_beside_the_policy(model, monkeypatch):
             await asyncio.sleep(0.02)
     scored = await session.advance([Arrival(0, 1, whole(completion("#3", [1, 1, 1]))[0])])
     assert len(scored.summary.rewards) == 2
-    await pool.close()
 
 
 class Noting:
@@ -344,15 +344,14 @@ class Noting:
         return await side_by_side(rollout() for _ in range(n))
 
 
-async def test_a_group_that_is_given_up_leaves_its_worker(model):
-    pool = group_pool(model, environment=TALKING, function=count_suspended)
+async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
+    pool = group_pool(environment=TALKING, function=count_suspended)
     for _ in range(3):
         session = pool.begin(asked())
         await session.advance(arrivals(completion("#0", [0, 0, 0])))
         session.close()
     suspended, _ = await pool.ask("how many")
     assert suspended == 0
-    await pool.close()
 
 
 def count_suspended(config, model_path, message):
