@@ -355,9 +355,9 @@ def _folders(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
 def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
     folder = folder_name(step, number)
     manifest = json.loads(storage.get_bytes(f"{folder}/{_MANIFEST}"))
-    if _SEAL in manifest and manifest.pop(_SEAL) != _seal(manifest):
+    if manifest.pop(_SEAL, None) != _seal(manifest):
         raise ValueError("it is not what was written")
-    if (found := manifest.get("format", 1 if "files" in manifest else FORMAT)) != FORMAT:
+    if (found := manifest.get("format")) != FORMAT:
         raise StorageError(
             f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; "
             "start the run under another id"

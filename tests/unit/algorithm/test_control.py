@@ -7,7 +7,6 @@ import pytest
 from areal_core.algorithm.control import StepControl, make_control, step_coefficients
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.groups import TrainingConfig
-from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 
 ADAPTIVE = AlgorithmConfig(control="adaptive_kl", kl_coef=0.1, kl_target=0.02, kl_horizon=10)
@@ -59,15 +58,3 @@ def test_a_coefficient_that_can_not_be_is_refused(values: dict[str, float], said
     control.values = lambda step: values
     with pytest.raises(ConfigError, match=f"^algorithm.control: constant at step 3: {said}"):
         step_coefficients(control, 3)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "said"),
-    [
-        ({"control": "adaptive_kl"}, "algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0$"),
-        ({"control": "pid"}, "algorithm.control: must be one of constant, adaptive_kl, or an import path, "),
-    ],
-)
-def test_a_control_that_can_not_work_is_refused(algorithm: dict[str, str], said: str):
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        load({"algorithm": algorithm})

@@ -115,18 +115,6 @@ def test_state_of_a_rank_with_an_adapter(
     assert state == {"weights": weights, "gradients": gradients, "optimiser": optimiser, "reference": reference}
 
 
-def test_adapters_of_a_server_of_vllm() -> None:
-    vllm = config(generation={"engine": "vllm", "slots": 16}, lora={"rank": 3})
-    assert server_state(vllm, SPEC)["adapters"] == 2 * 2 * A
-
-
-def test_a_model_of_seven_billion_at_zero_3() -> None:
-    seven = dataclasses.replace(LARGE, hidden_size=3584, layers=28, heads=28, kv_heads=4, intermediate_size=18944)
-    assert seven.parameters == 7_615_616_512
-    state = training_state(config(engine="deepspeed", dtype="bfloat16", zero_stage=3, ranks=8), seven)
-    assert sum(state.values()) == 18 * 7_615_616_512 / 8  # 17 GB
-
-
 def test_what_is_gathered_and_reduced() -> None:
     def collectives(spec: ModelSpec, **training: Any) -> float:
         return training_pass(config(microbatch_tokens=32768, **training), spec)["collectives"]

@@ -132,7 +132,9 @@ def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, t
     save(store, tmp_path, 1)
     name = "checkpoints/step-000001.0/manifest.json"
     manifest = json.loads(store.get_bytes(name))
-    del manifest["format"], manifest["sha256"]
+    del manifest["sha256"]
+    manifest["format"] = 1
+    manifest["sha256"] = checkpoint._seal(manifest)
     store.put_bytes(name, json.dumps(manifest).encode())
     with pytest.raises(StorageError, match=rf"step-000001\.0: a checkpoint of format 1, needed is {FORMAT}; start"):
         checkpoint.newest(store)
@@ -175,6 +177,7 @@ def test_a_manifest_names_files_of_its_own_alone(
     manifest = json.loads(store.get_bytes(file))
     manifest["files"][name] = manifest["files"].pop("model/model.safetensors")
     del manifest["sha256"]
+    manifest["sha256"] = checkpoint._seal(manifest)
     store.put_bytes(file, json.dumps(manifest).encode())
     assert newest_step(store) == 1
     assert f"{name!r} is no name of a file" in caplog.text

@@ -13,7 +13,7 @@ from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.adapters import adapter_shapes, merged
 from areal_core.training.batching.packing import pack
-from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
+from areal_core.training.engines.engine import StepStats, build_batch
 from areal_core.training.engines.policy_engine import learning_rate, sum_of_squares
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model.forward import completion_logprobs
@@ -44,11 +44,6 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
     assert one.keys() == other.keys()
     for name, values in one.items():
         np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance * np.abs(values).max(), err_msg=name)
-
-
-def test_it_is_a_training_engine():
-    fits: TrainingEngine = engine()
-    assert fits.weights().keys() == engine().weights().keys()
 
 
 def test_learning_rate_warms_up_linearly_then_stays():
@@ -155,40 +150,6 @@ def test_first_update_by_hand():
         step = rate * gradient / (np.abs(gradient) + TRAINING.adam_eps)
         expected = before.numpy() * (1 - rate * TRAINING.weight_decay) - step
         np.testing.assert_allclose(arrays[f"weight/{name}"], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_training_raises_the_probability_of_good_completions():
-    one = engine()
-    share = batch()
-    before = one.logprobs(share)
-    one.train_step(share, before)
-    change = one.logprobs(share) - before
-    assert change[share.advantages > 0].mean() > change[share.advantages < 0].mean()
-
-
-@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), STANDARD], ids=lambda algorithm: algorithm.objective)
-def test_any_partition_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
-    def after(capacity: int, least: int) -> tuple[StepStats, dict[str, np.ndarray]]:
-        # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as the comparison needs.
-        config = replace(TRAINING, adam_eps=1.0, minibatches=1)
-        one, share = engine(config, algorithm), batch(minibatches=1, capacity=capacity, least=least)
-        stats = one.train_step(share, None if algorithm is STANDARD else one.logprobs(share))
-        return stats, {name: values for name, values in one.state().arrays.items() if name.startswith("exp_avg/")}
-
-    whole, gradient = after(10_000, 1)
-    for capacity, least in ((17, 1), (40, 1), (10_000, 7)):
-        stats, other = after(capacity, least)
-        assert numbers(stats) == pytest.approx(numbers(whole), rel=1e-5, abs=1e-7)
-        assert_close(gradient, other)
-
-
-@pytest.mark.parametrize("training", CASES.values(), ids=CASES)
-def test_same_state_and_batch_give_the_same_bits(training: TrainingConfig):
-    one, other = engine(training), engine(training)
-    train(one, range(1, 3))
-    train(other, range(1, 3))
-    for name, values in one.weights().items():
-        assert values.tobytes() == other.weights()[name].tobytes()
 
 
 @pytest.mark.parametrize("training", CASES.values(), ids=CASES)
