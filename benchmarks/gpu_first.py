@@ -8,7 +8,7 @@ Each part runs in a process of its own: an error of one leaves the others a soun
 `dtype` and `seconds`; if it fails, `error` is there too. The exit status is 1 if a part failed, or if `agree` found a
 number outside its bound.
 
-Needs no set-up by make: torch, numpy, numba, safetensors, tokenizers, psutil, msgspec and orjson are enough. Where the
+Needs no set-up by make: torch, numpy, numba, safetensors, tokenizers, msgspec and orjson are enough. Where the
 sources lie without git, AREAL_REVISION names their revision.
 
 `agree`: a small model of Qwen2's shape with random weights.
@@ -62,7 +62,7 @@ def measured(part: str, options: Sequence[str], device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks._gpu_parts", part, "--device", device, *options]
     try:
         done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S)
-        found = done.stdout.splitlines()
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
         result = json.loads(found[-1]) if found else {"error": f"ended with {done.returncode} and no result"}
     except subprocess.TimeoutExpired:
         result = {"error": f"took longer than {_LIMIT_S:.0f} s"}

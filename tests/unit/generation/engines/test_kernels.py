@@ -8,7 +8,8 @@ import torch
 from numba import njit
 
 from areal_core.generation.engines import kernels
-from areal_core.generation.engines.decoder import CpuDecoder, Pass
+from areal_core.generation.engines.decoder import CpuDecoder
+from areal_core.generation.engines.slots import Pass
 from areal_core.generation.engines.torch_decoder import TorchDecoder
 from areal_core.models import vectors
 from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, weights
