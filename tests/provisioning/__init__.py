@@ -1,1 +1,1 @@
-"""Nodes that come and go under faults, with a scripted Terraform and a scripted cloud."""
+"""Nodes that come and go under faults: terraform and cloud by script, owners and reapers that are real processes."""

@@ -1,4 +1,4 @@
-"""The scripted cloud: a ledger of everything that was made and ended.
+"""The cloud by script: a ledger of everything that was made and ended, by whom, and who had the lease then.
 
 Appended to by whole lines, under a lock; what there is follows from all of it. Also imported by program.py, which has
 no packages: nothing but the standard library.
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 LEDGER, CLOCK = "ledger.jsonl", "clock"
 
 
-def wall(world):
-    """Seconds since 1970 in this world, whose clocks can be set forward."""
-    return time.time() + offset(world)
+def wall(world, skew=0.0):
+    """Seconds since 1970 in this world, whose clocks can be set forward, by one that is off by `skew`."""
+    return time.time() + offset(world) + skew
 
 
 def offset(world):
@@ -63,6 +63,26 @@ def end(world, run, id_):
             _write(world, file, {**{k: found[k] for k in ("kind", "id", "name", "role")}, "op": "end", "run": run})
 
 
+def write_lease(world, run, lease, write):
+    """Somebody writes the lease of a run, None as it is given back, and says so: with whether who wrote it before
+    lives. Returns what `write` gives."""
+    with _locked(world) as file:
+        written = write()
+        before = [entry["pid"] for entry in _read(file) if entry["op"] == "lease" and entry["run"] == run][-1:]
+        lives = bool(before) and before[0] != os.getpid() and _lives(before[0])
+        entry = {"op": "lease", "run": run, "lease": lease, "pid": os.getpid(), "before_lives": lives}
+        _append(world, file, entry)
+    return written
+
+
+def _lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def living(world):
     """What there is, by its id."""
     with _locked(world) as file:
@@ -97,5 +117,19 @@ def _living(file):
 
 
 def _write(world, file, entry):
-    file.write(json.dumps({**entry, "at": wall(world)}) + "\n")
+    """With who did it, and what the lease of the run says at this moment."""
+    holders = json.loads(os.environ.get("AREAL_SCRIPTED_HOLDERS", "{}"))
+    by = {"holder": holders.get(entry["run"])}
+    try:
+        with open(os.path.join(world, "store", "terraform", "leases", f"{entry['run']}.json"), "rb") as lease:
+            said = json.loads(lease.read() or b"null")
+    except FileNotFoundError:
+        said = None
+    lease = said and {name: said[name] for name in ("holder", "held_until", "by")}
+    _append(world, file, {**entry, **by, "lease": lease})
+
+
+def _append(world, file, entry):
+    actor = os.environ.get("AREAL_SCRIPTED_ACTOR")
+    file.write(json.dumps({**entry, "actor": actor, "at": wall(world)}) + "\n")
     file.flush()

@@ -72,7 +72,7 @@ class State:
         timeout = next((float(a[14:-1]) for a in sys.argv if a.startswith("-lock-timeout=")), 0.0)
         deadline = time.time() + min(timeout, 0.3)
         self.lock_id = os.urandom(8).hex()
-        created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now := ledger.wall(WORLD)))
+        created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now := ledger.wall(WORLD, actor_skew())))
         lock = {"ID": self.lock_id, "Operation": operation, "Who": f"{os.getpid()}@script"}
         lock["Created"] = f"{created}.{int(now % 1 * 1e9):09d}Z"
         os.makedirs(os.path.dirname(self.lock_path), exist_ok=True)
@@ -98,6 +98,10 @@ class State:
                 os.unlink(self.lock_path)
         except FileNotFoundError:
             pass
+
+
+def actor_skew():
+    return float(os.environ.get("AREAL_SCRIPTED_SKEW", "0"))
 
 
 def wanted(variables):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from areal_core.storage.objects import Storage
 from flows.provision import terraform
 from flows.provision.cloud import Cloud, Found
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import Clock, Leases
+from flows.provision.leases import Claimant, Clock, Held, Leases
 from flows.provision.reaper import Reaper
 from tests.provisioning import faults, ledger
 
@@ -38,23 +39,28 @@ class World:
             self.program.chmod(0o755)
             self.plan([])
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, actor: str, skew_s: float = 0.0) -> dict[str, str]:
         """Of a process that works in it."""
         return {
             terraform.BINARY: str(self.program),
             "AREAL_SCRIPTED": str(self.folder),
             "AREAL_SCRIPTED_CODE": str(_CODE),
+            "AREAL_SCRIPTED_ACTOR": actor,
+            "AREAL_SCRIPTED_SKEW": str(skew_s),
+            "AREAL_SCRIPTED_OWNER": str(os.getpid()),
+            "AREAL_SCRIPTED_HOLDERS": "{}",
         }
 
     def plan(self, planned: Iterable[Mapping[str, Any]]) -> None:
         """These faults are to strike, beside no others."""
-        each = [{"nth": 0, **fault, "id": number} for number, fault in enumerate(planned)]
+        each = [{"nth": 0, "actor": "", **fault, "id": number} for number, fault in enumerate(planned)]
         ledger.put(str(self.folder / faults.PLAN), json.dumps(each).encode())
 
     def clock(self) -> Clock:
-        world = str(self.folder)
+        """Of this process, which may be off."""
+        world, skew = str(self.folder), float(os.environ.get("AREAL_SCRIPTED_SKEW", "0"))
         return Clock(
-            wall=lambda: ledger.wall(world),
+            wall=lambda: ledger.wall(world, skew),
             passed=lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + ledger.offset(world),
         )
 
@@ -63,7 +69,7 @@ class World:
 
     def leases(self) -> Leases:
         storage: Any = FaultyStorage(Storage.open(str(self.folder / "store"), patience_s=0.0), str(self.folder))
-        return Leases(storage, margin_s=self.margin_s, clock=self.clock())
+        return _NotedLeases(storage, margin_s=self.margin_s, clock=self.clock())
 
     def cloud(self) -> Cloud:
         return ScriptedCloud(str(self.folder))
@@ -147,7 +153,12 @@ class FaultyStorage:
     def put_over(self, name: str, data: bytes, mark: str | None) -> str:
         what = "release" if not data else "acquire" if b'"beat":1,' in data else "renewal"
         self._strike(f"store:before-{what}")
-        put = self._storage.put_over(name, data, mark)
+        put = ledger.write_lease(
+            self._world,
+            Path(name).stem,
+            json.loads(data) if data else None,
+            lambda: self._storage.put_over(name, data, mark),
+        )
         self._strike(f"store:after-{what}")
         return put
 
@@ -158,6 +169,16 @@ class FaultyStorage:
     def _strike(self, place: str) -> None:
         if "store error" in faults.strike(self._world, place):
             raise StorageError(f"storage.url: {place}: no response in time")
+
+
+class _NotedLeases(Leases):
+    """Whoever has the lease says so to the ledger, by his environment, which his terraform inherits."""
+
+    def acquire(self, run: str, claimant: Claimant, *arguments: Any, **options: Any) -> Held:
+        held = super().acquire(run, claimant, *arguments, **options)
+        holders = json.loads(os.environ["AREAL_SCRIPTED_HOLDERS"]) | {run: claimant.holder}
+        os.environ["AREAL_SCRIPTED_HOLDERS"] = json.dumps(holders)
+        return held
 
 
 def _fail(summary: str, detail: str) -> None:

@@ -42,7 +42,7 @@ def python_s_own_signals() -> Iterator[None]:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path / "world")
-    for name, value in made.environment().items():
+    for name, value in made.environment("flow").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(leased, "_PAUSE_S", 0.01)
     return made
