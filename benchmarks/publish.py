@@ -75,7 +75,7 @@ _LARGE = ModelSpec(
     context=256,
     eos_token_ids=(0,),
 )
-_SMALL = dataclasses.replace(
+SMALL = dataclasses.replace(
     _LARGE, vocab_size=256, hidden_size=64, layers=2, heads=2, kv_heads=2, head_dim=32, intermediate_size=128
 )
 _PER_ROUND = 3  # versions, between two of which the trainer computes
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--damaged", type=_harness.positive, default=1000, help="versions that are to be refused")
     parser.add_argument("--short", action="store_true", help="a small model")
     options = parser.parse_args()
-    spec, step_s = (_SMALL, 0.02) if options.short else (_LARGE, options.step)
+    spec, step_s = (SMALL, 0.02) if options.short else (_LARGE, options.step)
     _harness.report(lambda: measure(spec, rounds=options.rounds, step_s=step_s, damaged=options.damaged))
 
 
@@ -332,8 +332,8 @@ async def _damaged(folder: Path, count: int) -> dict[str, Any]:
     from areal_core.models.folders import write_model
 
     base, drawn = folder / "base", random.Random(0)
-    write_model(base, _SMALL, {name: torch.from_numpy(array) for name, array in _arrays(_SMALL).items()}, None)
-    good = [weights.publish(folder / "weights", number, _arrays(_SMALL, number)) for number in (1, 2)]
+    write_model(base, SMALL, {name: torch.from_numpy(array) for name, array in _arrays(SMALL).items()}, None)
+    good = [weights.publish(folder / "weights", number, _arrays(SMALL, number)) for number in (1, 2)]
     ready = folder / "ready.json"
     options = ["--model", base, "--slots", 8, "--ready-file", ready]
     routes = [sys.executable, "-m", "areal_core.generation.server.routes", *map(str, options)]
@@ -395,7 +395,7 @@ def _spoiled(folder: Path, kind: str, good: list[PolicyVersion], drawn: random.R
             digest = good[1].digest
     file.write_bytes(data)
     if kind in ("not finite", "too few"):
-        tensors = _arrays(_SMALL, 1)
+        tensors = _arrays(SMALL, 1)
         name = drawn.choice(sorted(tensors))
         if kind == "too few":
             del tensors[name]
