@@ -5,7 +5,8 @@
 Of a model of 1.2 GB in float32, on one core; `--short` takes a small one, for tests.
 
 - `publish_over_cp`: from the weights in the engine to the announced version, by the trainer's `Publisher`, as a speed
-  over that of `cp` of the same file in the same file system, in turns: the median and an interval for it;
+  over that of `cp` of the same file in the same file system, in turns: the median and an interval for it; and
+  `publish_over_cp_cpu`, the same in CPU seconds, which other processes of a busy machine disturb less;
 - `blocked_over_copy`: what the trainer stands still for a version, its wait for the one before included, over a copy of
   as many bytes between two arrays. Between two versions the trainer's core computes for `--step` seconds;
 - `swap_ms`: of the embedded engine while it decodes, without recomputation;
@@ -24,6 +25,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -75,7 +77,7 @@ _LARGE = ModelSpec(
     context=256,
     eos_token_ids=(0,),
 )
-_SMALL = dataclasses.replace(
+SMALL = dataclasses.replace(
     _LARGE, vocab_size=256, hidden_size=64, layers=2, heads=2, kv_heads=2, head_dim=32, intermediate_size=128
 )
 _PER_ROUND = 3  # versions, between two of which the trainer computes
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("--damaged", type=_harness.positive, default=1000, help="versions that are to be refused")
     parser.add_argument("--short", action="store_true", help="a small model")
     options = parser.parse_args()
-    spec, step_s = (_SMALL, 0.02) if options.short else (_LARGE, options.step)
+    spec, step_s = (SMALL, 0.02) if options.short else (_LARGE, options.step)
     _harness.report(lambda: measure(spec, rounds=options.rounds, step_s=step_s, damaged=options.damaged))
 
 
@@ -147,10 +149,10 @@ class _Controller:
     """What a publisher asks of it. Every version but the one announced is released."""
 
     def __init__(self) -> None:
-        self.announced_at = 0.0
+        self.announced_at = 0.0, 0.0  # by the clock, and in CPU seconds of this process
 
     def announce(self, version: PolicyVersion) -> list[int]:
-        self.announced_at = time.perf_counter()
+        self.announced_at = time.perf_counter(), time.process_time()
         return [version.version - 2]
 
     def metrics(self, rows: object) -> None:
@@ -176,8 +178,8 @@ def _published(spec: ModelSpec, folder: Path, rounds: int, step_s: float) -> dic
     with mock.patch.object(publisher_module, "ControllerClient", return_value=controller):
         publisher = Publisher(run, config, Storage.open(run.info().checkpoint_url))
     target = np.zeros_like(engine.flat.numpy())
-    published_s: list[float] = []
-    cp_s: list[float] = []
+    published: list[tuple[float, float]] = []  # seconds, and CPU seconds
+    copied: list[tuple[float, float]] = []
     blocked_s: list[float] = []
     copy_s: list[float] = []
 
@@ -185,17 +187,19 @@ def _published(spec: ModelSpec, folder: Path, rounds: int, step_s: float) -> dic
         publisher.publish(next(steps), engine.served())
 
     def whole() -> None:
-        since = time.perf_counter()
+        since, cpu = time.perf_counter(), time.process_time()
         publish()
         publisher.drain()
-        published_s.append(controller.announced_at - since)
+        published.append((controller.announced_at[0] - since, controller.announced_at[1] - cpu))
 
     def cp() -> None:
         newest = weights.newest(run.weights)
         assert newest is not None
-        source, copied = weights.weights_file(Path(newest.path)), folder / "copied"
-        cp_s.append(_timed(lambda: subprocess.run(["cp", str(source), str(copied)], check=True)))
-        copied.unlink()
+        source, target = weights.weights_file(Path(newest.path)), folder / "copied"
+        before = _children_s()
+        seconds = _timed(lambda: subprocess.run(["cp", str(source), str(target)], check=True))
+        copied.append((seconds, _children_s() - before))
+        target.unlink()
 
     for _ in range(2):  # the buffers are new, and so is the memory of the first file
         publish()
@@ -203,7 +207,7 @@ def _published(spec: ModelSpec, folder: Path, rounds: int, step_s: float) -> dic
     for turn in range(rounds):
         for arm in _harness.in_turns(("publish", "cp"), turn):
             {"publish": whole, "cp": cp}[arm]()
-        _harness.tell(f"publish {published_s[-1]:.3f} s, cp {cp_s[-1]:.3f} s")
+        _harness.tell(f"publish {published[-1]}, cp {copied[-1]} (seconds, CPU seconds)")
     for _ in range(rounds):
         publish()
         for _ in range(_PER_ROUND):
@@ -213,13 +217,21 @@ def _published(spec: ModelSpec, folder: Path, rounds: int, step_s: float) -> dic
         copy_s += [_timed(lambda: np.copyto(target, engine.flat.numpy())) for _ in range(_PER_ROUND)]
         _harness.tell(f"blocked {blocked_s[-1]:.3f} s, copy {copy_s[-1]:.3f} s")
     copy = statistics.median(copy_s)
+    pairs = [(cp[0] / own[0], cp[1] / own[1]) for cp, own in zip(copied, published, strict=True)]
     return {
-        **_figures("publish_over_cp", median_interval(cp / own for cp, own in zip(cp_s, published_s, strict=True))),
-        "publish_s": round(statistics.median(published_s), 3),
+        **_figures("publish_over_cp", median_interval(ratio for ratio, _ in pairs)),
+        **_figures("publish_over_cp_cpu", median_interval(ratio for _, ratio in pairs)),
+        "publish_s": round(statistics.median(seconds for seconds, _ in published), 3),
         **_figures("blocked_over_copy", median_interval(blocked / copy for blocked in blocked_s)),
         "copy_s": round(copy, 4),
         "step_s": step_s,
     }
+
+
+def _children_s() -> float:
+    """CPU seconds of children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _compute(seconds: float) -> None:
@@ -332,8 +344,8 @@ async def _damaged(folder: Path, count: int) -> dict[str, Any]:
     from areal_core.models.folders import write_model
 
     base, drawn = folder / "base", random.Random(0)
-    write_model(base, _SMALL, {name: torch.from_numpy(array) for name, array in _arrays(_SMALL).items()}, None)
-    good = [weights.publish(folder / "weights", number, _arrays(_SMALL, number)) for number in (1, 2)]
+    write_model(base, SMALL, {name: torch.from_numpy(array) for name, array in _arrays(SMALL).items()}, None)
+    good = [weights.publish(folder / "weights", number, _arrays(SMALL, number)) for number in (1, 2)]
     ready = folder / "ready.json"
     options = ["--model", base, "--slots", 8, "--ready-file", ready]
     routes = [sys.executable, "-m", "areal_core.generation.server.routes", *map(str, options)]
@@ -395,7 +407,7 @@ def _spoiled(folder: Path, kind: str, good: list[PolicyVersion], drawn: random.R
             digest = good[1].digest
     file.write_bytes(data)
     if kind in ("not finite", "too few"):
-        tensors = _arrays(_SMALL, 1)
+        tensors = _arrays(SMALL, 1)
         name = drawn.choice(sorted(tensors))
         if kind == "too few":
             del tensors[name]

@@ -80,10 +80,10 @@ class Session:
             raise self._away(error) from None
         raise AwayError(line) if response.status >= 500 else StorageError(line)
 
-    def read(self, response: http.client.HTTPResponse) -> bytes:
-        """Some more bytes of a file; none at its end. Raises AwayError."""
+    def read(self, response: http.client.HTTPResponse, buffer: memoryview) -> int:
+        """Read some more bytes of a file into `buffer`; returns how many, 0 at the file's end. Raises AwayError."""
         try:
-            return response.read(_PIECE)
+            return response.readinto(buffer)
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
 
@@ -130,7 +130,7 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
     Raises StorageError for a file that the head node has not, or that is damaged; AwayError where nothing came for so
     long, or once it is `stopped`; OSError where it can't be written.
     """
-    size, total, hashed = 0, None, blake3()
+    size, total, hashed, buffer = 0, None, blake3(), memoryview(bytearray(_PIECE))
     came_at, said = time.monotonic(), ""
     with closing(head.session()) as session, target.open("wb") as file:
         while size != total:
@@ -144,10 +144,10 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
                 if response.length is None:
                     raise StorageError(f"{path}: the head node does not say how long it is")
                 total = size + response.length
-                while not stopped() and (piece := session.read(response)):
-                    file.write(piece)
-                    hashed.update(piece)
-                    size += len(piece)
+                while not stopped() and (count := session.read(response, buffer)):
+                    file.write(buffer[:count])
+                    hashed.update(buffer[:count])
+                    size += count
                 if size != total:
                     session.close()
                     raise AwayError("the response ended before the file")

@@ -17,6 +17,7 @@ import numpy as np
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.spec import ModelSpec
+from areal_core.models.tensorfile import to_bfloat16
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState, StepStats
 from areal_core.training.engines.policy_engine import PolicyEngine
@@ -151,7 +152,12 @@ class Cases:
             if name.startswith("exp_avg/")
         }
         stats += self.train(engine, range(2, last + 1), cut, minibatches=minibatches)
-        return Outcome(stats=stats, weights=engine.weights(), gradient=gradient)
+        weights, served = engine.weights(), engine.served()
+        assert served.keys() == (weights.keys() if self.ranks.rank == 0 else set())
+        for name, values in served.items():
+            half = values.dtype == np.uint16
+            np.testing.assert_array_equal(values, to_bfloat16(weights[name]) if half else weights[name])
+        return Outcome(stats=stats, weights=weights, gradient=gradient)
 
     def train(self, engine: PolicyEngine, steps: range, cut: str = WHOLE, *, minibatches: int = 2) -> list[StepStats]:
         stats: list[StepStats] = []

@@ -70,12 +70,15 @@ def _reserved(size: int) -> Float32Array:
 class CpuDecoder:
     """All weights, arrays or tensors in float32, in one array, packed for the kernels."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], context: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Any], context: int, retired: CpuDecoder | None = None
+    ) -> None:
+        """`retired`: a decoder of the same model that no longer runs, whose memory this one takes."""
         self._spec, self._context = spec, context
         self._shape = _shape(spec)
         self._eps = np.float32(spec.rms_eps)
         self._cosines, self._sines = (table.reshape(-1) for table in rope_tables(spec, context))
-        self._weights = zeros(self._shape.size)
+        self._weights = zeros(self._shape.size) if retired is None else retired._weights
         self._pack({name: np.asarray(array) for name, array in weights.items()})
 
     def cache(self, slots: int, rows: int) -> CpuCache:

@@ -76,6 +76,7 @@ class Engine:
         self.stats = EngineStats()
         self._deterministic = deterministic
         self._device = device
+        self._retired: CpuDecoder | None = None  # the decoder before, whose memory the next one takes
         self._decoder = self.prepare(weights)
         self._groups: dict[str, _Group] = {}  # by request id
         self._waiting: deque[_Group] = deque()  # groups with completions that have not started
@@ -148,12 +149,13 @@ class Engine:
         return merged(read_arrays(self._base, self.spec), adapter, lora)
 
     def prepare(self, weights: Mapping[str, Any]) -> Decoder:
-        """Weights, arrays or torch's tensors, made ready for `swap`; touches nothing of the engine, so that another
-        thread may do it."""
+        """Weights, arrays or torch's tensors, made ready for `swap`; touches nothing that runs, so that another thread
+        may do it. A decoder that was swapped out is not used again."""
         if self._device == "cpu":
             from areal_core.generation.engines.decoder import CpuDecoder  # kernels that a GPU does without
 
-            return CpuDecoder(self.spec, weights, self.context)
+            retired, self._retired = self._retired, None
+            return CpuDecoder(self.spec, weights, self.context, retired)
         from areal_core.generation.engines.torch_decoder import TorchDecoder  # seconds that a CPU does without
 
         return TorchDecoder(self.spec, weights, self.context, self._device, deterministic=self._deterministic)
@@ -162,6 +164,8 @@ class Engine:
         """Swap the weights. With `recompute` running completions go on with a KV cache of the new weights; without,
         their keys and values stay those of the weights that computed them."""
         start = time.perf_counter()
+        if isinstance(self._decoder, CpuDecoder) and decoder is not self._decoder:
+            self._retired = self._decoder  # to free a large model's memory takes longer than a decode step
         self._decoder = decoder
         self.version = version
         if recompute:

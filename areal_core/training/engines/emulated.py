@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ModelError
+from areal_core.models.tensorfile import to_bfloat16
 from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.types import Float32Array
@@ -30,6 +31,9 @@ class EmulatedTrainingEngine:
     def __init__(self, config: RunConfig, weights: Mapping[str, Float32Array], pace: Pace | None = None) -> None:
         emulation = config.emulation
         self._weights = dict(weights)
+        self._served: dict[str, NDArray[Any]] = self._weights
+        if config.training.dtype == "bfloat16":
+            self._served = {name: to_bfloat16(array) for name, array in weights.items()}
         self._time = TimeModel(emulation)
         self._accelerators = config.training_ranks * emulation.replicas * emulation.tensor_parallel
         self._idle_s = 2 * emulation.switch_s if config.takes_turns else 0.0
@@ -64,7 +68,7 @@ class EmulatedTrainingEngine:
         return dict(self._weights)
 
     def served(self) -> dict[str, NDArray[Any]]:
-        return dict(self._weights)
+        return dict(self._served)
 
     def state(self) -> EngineState:
         arrays: dict[str, NDArray[Any]] = {f"weight/{name}": array for name, array in self._weights.items()}

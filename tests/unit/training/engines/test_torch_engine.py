@@ -12,6 +12,7 @@ from areal_core.algorithm.objectives import Tokens
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.adapters import adapter_shapes, merged
+from areal_core.models.tensorfile import to_bfloat16
 from areal_core.training.batching.packing import pack
 from areal_core.training.engines.engine import StepStats, build_batch
 from areal_core.training.engines.policy_engine import learning_rate, sum_of_squares
@@ -418,3 +419,17 @@ def test_a_rank_starts_without_torchs_compiler():
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=["float32", "bfloat16"])
+def test_served_weights_are_those_of_passes_and_stay_until_the_call_after_the_next(training: TrainingConfig) -> None:
+    one = engine(training)
+    first, expected = one.served(), one.weights()
+    kept = {name: array.copy() for name, array in first.items()}
+    one.train_step(batch(), None)
+    second = one.served()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(first[name], to_bfloat16(array) if training is HALF else array)
+        np.testing.assert_array_equal(first[name], kept[name])
+    assert any((first[name] != second[name]).any() for name in first)
+    assert np.shares_memory(one.served()["model.norm.weight"], first["model.norm.weight"])
