@@ -18,7 +18,7 @@ TASKS_SETUP := $(VENV)/.reasoning-gym
 SMOLLM2 := .areal/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 # Processes that run tests, a file each: they wait a lot, so more than the cores of a small machine.
-WORKERS ?= $(if $(filter test,$@),4,3)
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 # A run is a dozen processes and the tests are hundreds: each would compile every module anew.

@@ -22,7 +22,7 @@ from areal_core.types import MetricRow
 from tests.support.mlflow_server import PAUSE, Server, until
 from tests.support.runs import Launched, tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 
 @pytest.fixture(scope="module")

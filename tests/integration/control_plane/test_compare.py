@@ -167,9 +167,9 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     up.wait(flow_run_id, "Cancelled")
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    parent = _parent(up, name)
-    assert parent.info.status == "KILLED"
-    assert [run.info.status for run in _children(up, parent).values()] == ["KILLED"]
+    up.until("the comparison's run is killed", lambda: _parent(up, name).info.status == "KILLED")
+    children = _children(up, _parent(up, name))
+    assert [run.info.status for run in children.values()] == ["KILLED"]
 
 
 def test_wrong_arm_ends_compare_before_anything_starts(tmp_path: Path) -> None:
