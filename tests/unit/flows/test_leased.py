@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -161,14 +159,6 @@ def test_lasting_failure_is_told_and_put_right_by_the_next_process(world: World)
     assert len(world.living()) == 6
 
 
-def test_node_that_is_in_no_state_is_ended(world: World) -> None:
-    struck(world, ("apply:unanswered", "kill", 4))  # with an instance that nobody was told of
-    with world.nodes("a") as nodes:
-        assert {host.id for host in nodes.make()} == set(ids(world).values())
-    found = effects(world)
-    assert (found.count(("make", "generation-0")), found.count(("end", "generation-0"))) == (2, 1)
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_state_that_could_not_be_stored_is_stored_by_the_next_process_unless_it_is_old(
     world: World, elsewhere: bool
@@ -253,10 +243,6 @@ def test_nodes_that_are_handed_over_are_ended_and_forgotten_by_the_next_reaper(
     assert seen == [(RUN, "reaper", {})]  # while the reaper has its lease
 
 
-class AskedToEndError(BaseException):
-    """As Prefect raises it in the main thread where the process is sent SIGTERM."""
-
-
 class Waits:
     """Somebody comes here, and goes on when a test wants it."""
 
@@ -338,37 +324,6 @@ def test_nodes_are_handed_over_whatever_another_thread_is_at(
     assert reaped.failed is None
     assert world.living() == {}
     assert lease_of(world) is None
-
-
-@pytest.mark.parametrize("place", ["init", "apply:middle"])
-def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
-    world: World, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """As its own thread waits for terraform."""
-    monkeypatch.setattr(leased, "_STOP_S", 0.2)
-    with world.nodes("a") as nodes:
-        nodes.make()
-    world.plan([{"place": place, "kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}])
-
-    def ask_to_end(*_: object) -> None:
-        raise AskedToEndError
-
-    def send() -> None:
-        until(world.struck)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, ask_to_end)
-    threading.Thread(target=send, daemon=True).start()
-    try:
-        with suppress(AskedToEndError), world.nodes("a") as nodes:
-            nodes.replace(["trainer-0"])
-            nodes.end()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    world.plan([])
-    (reaped,) = world.reaper("r").reap()
-    assert (reaped.over_since, reaped.failed) == ("it was put down", None)
-    assert world.living() == {}
 
 
 def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(

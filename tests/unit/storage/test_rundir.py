@@ -35,21 +35,15 @@ def test_a_file_that_is_half_there_is_not_ready_yet(run: RunDir, half: bytes) ->
     assert run.ready_info("trainer") is None
 
 
-def test_a_run_keeps_its_token(tmp_path: Path) -> None:
+def test_run_keeps_its_token_and_its_own_folder_is_no_copy(tmp_path: Path) -> None:
     config = load({"state_dir": str(tmp_path)})
     tokens: list[str] = []
     for run_id in ("r", "r", "other"):
         run = RunDir.create(config, RunInfo(run_id=run_id, model_path="m", checkpoint_url="c"))
+        assert not run.is_copy
+        write_json(run.copy_file, {"node": "a"})
+        assert run.is_copy  # until the run goes on here
         assert run.token_file.stat().st_mode & 0o777 == 0o600
         assert not list(run.root.glob(".token*"))
         tokens.append(run.token())
     assert tokens[0] == tokens[1] != tokens[2]
-
-
-def test_a_copy_of_a_run_that_goes_on_here_is_the_runs_own_folder(tmp_path: Path) -> None:
-    config, info = load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="m", checkpoint_url="c")
-    run = RunDir.create(config, info)
-    assert not run.is_copy
-    write_json(run.copy_file, {"node": "a"})
-    assert run.is_copy
-    assert not RunDir.create(config, info).is_copy
