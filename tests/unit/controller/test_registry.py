@@ -142,3 +142,28 @@ async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_tur
     assert asked == [stale]
     assert (stale.state.value, stale.loaded) == ("serving", version(1))
     assert await free(registry)
+
+
+async def nothing(_):
+    pass
+
+
+async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
+    server = brought(registry, "serving")
+    registry.target = version(2)  # of one that has joined while this one waited
+    await registry.update(version(1), nothing)
+    assert (server.state.value, server.loaded) == ("serving", None)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
+    server = brought(registry, "serving")
+    registry.target = version(1)
+
+    async def call(_):
+        raise error
+
+    with pytest.raises(error):
+        await registry.update(version(1), call)
+    assert server.state.value == "lost"
+    assert await free(registry)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,7 @@ def test_lock_of_somebody_who_came_later_is_not_removed(world: World, monkeypatc
         with monkeypatch.context() as patched:
             patched.setattr(Terraform, "unlock", unlock)
             assert len(nodes.make()) == 3  # although the old lock has gone meanwhile
+            assert not lock.exists()
         lock_of(world, "2037")
         with pytest.raises(ProvisionError, match=r"^terraform plan: Error acquiring the state lock"):
             nodes.make()
@@ -324,6 +327,41 @@ def test_nodes_are_handed_over_whatever_another_thread_is_at(
     assert reaped.failed is None
     assert world.living() == {}
     assert lease_of(world) is None
+
+
+class AskedToEndError(BaseException):
+    """As Prefect raises it in the main thread where the process is sent SIGTERM."""
+
+
+@pytest.mark.parametrize("place", ["init", "apply:middle"])
+def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As its own thread waits for terraform."""
+    monkeypatch.setattr(leased, "_STOP_S", 0.2)
+    with world.nodes("a") as nodes:
+        nodes.make()
+    world.plan([{"place": place, "kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}])
+
+    def ask_to_end(*_: object) -> None:
+        raise AskedToEndError
+
+    def send() -> None:
+        until(world.struck)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, ask_to_end)
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        with suppress(AskedToEndError), world.nodes("a") as nodes:
+            nodes.replace(["trainer-0"])
+            nodes.end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    world.plan([])
+    (reaped,) = world.reaper("r").reap()
+    assert (reaped.over_since, reaped.failed) == ("it was put down", None)
+    assert world.living() == {}
 
 
 def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(

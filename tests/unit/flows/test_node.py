@@ -93,3 +93,9 @@ def test_it_becomes_the_worker_of_its_queue(told: Callable[..., node.Node], monk
     assert environment["PREFECT_API_URL"] == "http://10.0.0.1:4200/api"
     assert environment["PREFECT_API_AUTH_STRING"] == "planted"
     assert environment["MLFLOW_TRACKING_USERNAME"] == "admin"
+
+
+def test_a_wrong_file_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "none.json")])
+    assert node.main() == 2
+    assert capsys.readouterr().err.startswith(f"areal: error: {tmp_path}/none.json: ")
