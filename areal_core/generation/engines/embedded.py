@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from areal_core.models.adapters import merged, read_adapter, read_lora
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import ModelSpec
 from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array, Lora
+
+if TYPE_CHECKING:
+    from areal_core.generation.engines.decoder import CpuDecoder
 
 # In one pass, beside one token of every completion. The first bounds the memory of activations; on a core the second
 # bounds the time of a pass, 2 s on a slow one, between two of which a server does what it is asked to.
@@ -164,8 +167,10 @@ class Engine:
         """Swap the weights. With `recompute` running completions go on with a KV cache of the new weights; without,
         their keys and values stay those of the weights that computed them."""
         start = time.perf_counter()
-        if isinstance(self._decoder, CpuDecoder) and decoder is not self._decoder:
-            self._retired = self._decoder  # to free a large model's memory takes longer than a decode step
+        if self._device == "cpu" and decoder is not self._decoder:
+            self._retired = cast(
+                "CpuDecoder", self._decoder
+            )  # to free a large model's memory takes longer than a decode step
         self._decoder = decoder
         self.version = version
         if recompute:

@@ -9,13 +9,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
-from benchmarks.interruption import (
-    Measured,
-    measure,
-    report,
-    table,
-    window,
-)
+from benchmarks.interruption import Measured, measure, report, table, window
 from flows.comparison.design import Trial
 from flows.comparison.trials import TrialResult
 from tests.support.comparison import made_up

@@ -18,8 +18,7 @@ from flows.compose import compose
 def measurement(step_s: float, *accuracy: float, steps: int = 4) -> Measurement:
     """`steps` steps of equal length; accuracy of the first ones."""
     return Measurement(
-        elapsed_s=tuple(step_s * step for step in range(1, steps + 1)),
-        accuracy=dict(enumerate(accuracy, 1)),
+        elapsed_s=tuple(step_s * step for step in range(1, steps + 1)), accuracy=dict(enumerate(accuracy, 1))
     )
 
 
@@ -45,13 +44,9 @@ def test_speedup_is_the_median_of_paired_ratios() -> None:
 
 @pytest.mark.parametrize("slow", ["areal", "trl"])
 def test_no_speedup_to_a_score_that_one_of_them_missed(slow: str) -> None:
-    measured = {
-        1: {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)},
-        2: {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)} | {slow: measurement(1.0, 0.1)},
-    }
-    found = speedups(measured, 0.75)
-    assert found["speedup_to_score"] is None
-    assert found["interval_to_score"] is None
+    fine = {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)}
+    found = speedups({1: fine, 2: fine | {slow: measurement(1.0, 0.1)}}, 0.75)
+    assert (found["speedup_to_score"], found["interval_to_score"]) == (None, None)
     assert found["speedup_per_step"] is not None
 
 

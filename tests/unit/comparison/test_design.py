@@ -11,7 +11,7 @@ from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
 from flows.comparison.design import DEFAULT_ARMS, check_matched, differences, generated_name, plan_trials
-from flows.compose import compose, named_fields
+from flows.compose import compose
 
 _EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
 _TWO = {"sync": ["mode=sync"], "async": ["mode=async"]}
@@ -144,15 +144,6 @@ def test_an_arm_over_its_own_experiment_is_held_to_the_same(weak: str, said: str
     with pytest.raises(ConfigError) as caught:
         plan_trials("paper", "paper-7b-math", arms, [1], FILES)
     assert str(caught.value).startswith(said)
-
-
-def test_an_arms_experiment_names_what_it_sets_itself() -> None:
-    """Not what it is built on: another objective would go unseen."""
-    assert named_fields(["experiment=paper-7b-math-sync"]) == {
-        *("mode", "rollout.max_staleness", "generation.sleep", "training.ranks", "training.hosts")
-    }
-    with pytest.raises(ConfigError, match=r"^arms\.sync: experiment: must be one of .*; did you mean cpu-sync\?$"):
-        plan_trials("study", "cpu-async", {"sync": ["experiment=cpu-sinc"], "async": []}, [1])
 
 
 def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:

@@ -5,13 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flows.comparison.intervals import (
-    Interval,
-    median_interval,
-    paired_difference,
-    paired_ratio,
-    verdict,
-)
+from flows.comparison.intervals import Interval, median_interval, paired_difference, paired_ratio, verdict
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def test_shares_of_time_weigh_steps_by_how_long_they_took() -> None:
 
 def test_time_to_score_is_that_of_the_first_version_that_reached_it() -> None:
     result = _result(
-        time__elapsed_s=[(1, 2.0), (2, 3.0), (3, 5.0)],
-        heldout__accuracy=[(0, 0.1), (1, 0.6), (2, 0.9), (3, 0.7)],
+        time__elapsed_s=[(1, 2.0), (2, 3.0), (3, 5.0)], heldout__accuracy=[(0, 0.1), (1, 0.6), (2, 0.9), (3, 0.7)]
     )
     assert [time_to_score(result, target) for target in (0.05, 0.6, 0.7, 0.95)] == [0.0, 2.0, 3.0, None]
     trial = _trial(config=load({"stop": {"score": 0.8}}))  # which the run times itself

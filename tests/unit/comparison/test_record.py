@@ -23,20 +23,15 @@ def _comparison(
     return Comparison(name="study", experiment=experiment, arms=arms, seeds=list(seeds), overrides=list(overrides))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_comparison_is_written_read_and_continued(tmp_path: Path) -> None:
     comparison = _comparison(overrides=[f"state_dir={tmp_path}"])
     assert comparison.folder() == tmp_path / "comparisons" / "study"
     assert read_comparison(comparison.folder()) is None
     comparison.write()
     assert read_comparison(comparison.folder()) == comparison
-    assert list(comparison.arms) == ["sync", "async-1"]
-
-
-def test_new_arms_and_seeds_come_after_the_known_ones() -> None:
     asked = _comparison({"async-4": ["mode=async", "rollout.max_staleness=4"], "sync": ["mode=sync"]}, (3, 1))
     joined = asked.continuing(_comparison())
-    assert list(joined.arms) == ["sync", "async-1", "async-4"]
-    assert joined.seeds == [1, 2, 3]
+    assert (list(joined.arms), joined.seeds) == (["sync", "async-1", "async-4"], [1, 2, 3])
     assert joined.continuing(joined) == joined
 
 

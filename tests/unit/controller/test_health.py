@@ -22,7 +22,7 @@ def kinds(health: Health) -> list[str]:
     return [alert.kind for alert in health.alerts]
 
 
-def test_a_mismatch_is_told_once_and_taken_back(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+def test_mismatch_is_told_once_and_taken_back(health: Health, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     health.look(1, {"mismatch/k3": 0.1})
     assert health.alerts == ()
@@ -77,7 +77,7 @@ def test_share_above_its_bound_raises_an_alert(health: Health, key: str, fine: f
     assert [alert.text for alert in health.alerts] == [said]
 
 
-def test_what_had_failed_before_a_restart_is_not_of_late(health: Health) -> None:
+def test_failures_before_a_restart_are_not_of_late(health: Health) -> None:
     for step in (7, 8):
         health.look(step, {FAILED: 100, LATE: 0, DIED: 0})
     assert health.alerts == ()

@@ -252,13 +252,6 @@ async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
         assert third.updates() == updates
 
 
-async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
-    servers[0].broken["/update_weights"] = 400
-    with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, lambda: version(1))
-    assert (pool.room, pool.version) == (0, 1)
-
-
 async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
     await both(servers, pool)
     assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
@@ -321,17 +314,6 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
     await pool.close()
 
 
-async def test_others_go_on_with_what_a_server_that_leaves_has_sampled(servers, pool):
-    servers[0].release.clear()
-    await both(servers, pool)
-    call = asyncio.ensure_future(ask(pool, n=2))
-    await servers[0].started("r")
-    await pool.leave("a")
-    assert await call == [WHOLE] * 2
-    assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
-    assert (pool.room, pool.lost) == (10, ())
-
-
 async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool, monkeypatch):
     monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
     await pool.join("a", servers[0].url, lambda: version(0))
@@ -345,21 +327,6 @@ async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool
         await pool.leave("a")
     with pytest.raises(ServerLostError, match="taken out while it served r"):
         await call
-
-
-async def test_what_was_sampled_before_a_server_was_lost_is_continued(servers, pool):
-    servers[0].release.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    transcript, call = await begun(servers[0], pool)
-    await interrupt(servers[0])
-    await servers[0].started("r-0-2", "r-1-2")
-    await servers[0].__aexit__()
-    with pytest.raises(ServerLostError):
-        await call
-    assert (transcript.sampled().tokens, pool.lost) == (4, (servers[0].url,))
-    await pool.join("b", servers[1].url, lambda: version(0))
-    assert await finish(pool, transcript) == [WHOLE] * 2
-    assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
 
 
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
@@ -498,18 +465,6 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
     assert not pool.registry.exclusive.locked()
 
 
-async def test_a_second_call_waits_for_the_join_that_is_under_way(servers, pool):
-    servers[0].hanging.add("/update_weights")
-    joins = [asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1))) for _ in range(2)]
-    await asked(servers[0], "/update_weights")
-    joins[0].cancel()
-    servers[0].hanging.clear()
-    async with asyncio.timeout(5):
-        await joins[1]
-    assert joins[0].cancelled()
-    assert (pool.room, servers[0].calls.count(("/version", None))) == (10, 1)
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_its_name(servers, pool, leaves):
     servers[0].hanging.add("/update_weights")
@@ -521,18 +476,6 @@ async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_it
             await first
     there = [(one.url, one.incarnation) for one in pool.registry.servers]
     assert (there, pool.lost) == ([] if leaves else [(servers[1].url, 2)], ())
-
-
-async def test_an_update_goes_on_when_its_caller_is_cancelled(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].hanging.add("/update_weights")
-    loading = asyncio.ensure_future(pool.load_version(version(1)))
-    await asked(servers[0], "/update_weights")
-    loading.cancel()
-    servers[0].hanging.clear()
-    async with asyncio.timeout(5):
-        await pool.registry.until(lambda: pool.version == 1)
-    assert (servers[0].label, pool.room) == ("1", 10)
 
 
 async def waited(event):

@@ -85,7 +85,7 @@ def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(re
     assert (other_name.incarnation, registry.lost) == (1, ("http://b",))
 
 
-def test_the_version_is_the_lowest_of_those_at_work(registry):
+def test_version_is_the_lowest_of_those_at_work(registry):
     assert registry.version == 0
     registry.target = version(9)
     assert registry.version == 9  # the next one gets it
@@ -124,10 +124,6 @@ async def free(registry):
         return True
 
 
-async def nothing(_):
-    pass
-
-
 async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_turn(registry):
     stale, there = brought(registry, "serving", "a"), brought(registry, "serving", "b")
     there.loaded = registry.target = version(1)
@@ -146,6 +142,10 @@ async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_tur
     assert asked == [stale]
     assert (stale.state.value, stale.loaded) == ("serving", version(1))
     assert await free(registry)
+
+
+async def nothing(_):
+    pass
 
 
 async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):

@@ -68,10 +68,7 @@ async def test_page_of_replaced_weights_goes_with_the_next_score(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("retain", "calls"),
-    [
-        ("uncommitted", [call.free(4), call.free(4), call.fold({2}), call.free(4), call.fold({2})]),
-        ("all", []),
-    ],
+    [("uncommitted", [call.free(4), call.free(4), call.fold({2}), call.free(4), call.fold({2})]), ("all", [])],
 )
 async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
     tmp_path: Path, retain: str, calls: Sequence[object]

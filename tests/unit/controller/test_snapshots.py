@@ -12,9 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.payloads import PayloadStore
-from areal_core.controller.recorder import Recorder
 from areal_core.controller.retention import Retention
 from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import StorageError
@@ -136,20 +134,10 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store goes away just when it has said which checkpoints there are."""
+    others = {"recorder": MagicMock(evaluations=[]), "schedule": MagicMock(), "pages": tmp_path / "evaluations"}
+    stores = {"storage": run.storage, "payloads": run.payloads, "snapshots": run.snapshots, "ledger": run.ledger}
     config = load({"training": {"keep_checkpoints": 3}})
-    recorder, schedule = MagicMock(spec=Recorder, evaluations=[]), MagicMock(spec=EvaluationSchedule)
-    retention = Retention(
-        config,
-        3,
-        ledger=run.ledger,
-        recorder=recorder,
-        schedule=schedule,
-        storage=run.storage,
-        payloads=run.payloads,
-        snapshots=run.snapshots,
-        pages=tmp_path / "evaluations",
-        loading=set,
-    )
+    retention = Retention(config, 3, loading=set, **stores, **others)
     away, looked, back, sizes = threading.Event(), threading.Event(), threading.Event(), Storage.sizes
 
     def look(self: Storage, prefix: str = "") -> dict[str, int]:
@@ -170,9 +158,12 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
         )
         checkpoint.save(run.storage, step, {}, {}, number=3, uploaded=uploaded, shared=shared)
 
-    for _ in range(5):
+    async def step_and_seal() -> None:
         await run.step()
         await run.payloads.seal()
+
+    for _ in range(5):
+        await step_and_seal()
     await commit(1)
     away.set()
     retention.committed()
@@ -180,8 +171,7 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
     asyncio.get_running_loop().call_later(0.3, back.set)
     for step in (2, 3):
         await commit(step)
-        await run.step()
-        await run.payloads.seal()
+        await step_and_seal()
     await retention.settled()
     newest = checkpoint.newest(run.storage)
     assert newest is not None

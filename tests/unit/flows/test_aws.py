@@ -51,9 +51,7 @@ class Account:
         self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
         self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
         self.ec2.create_placement_group(
-            GroupName=name,
-            Strategy="cluster",
-            TagSpecifications=[{"ResourceType": "placement-group", "Tags": tags}],
+            GroupName=name, Strategy="cluster", TagSpecifications=[{"ResourceType": "placement-group", "Tags": tags}]
         )
         (instance,) = self.ec2.run_instances(
             ImageId=self._image,

@@ -8,26 +8,14 @@ from typing import Any, cast
 import pytest
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
-from prefect.utilities.callables import parameter_schema
 
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
 from areal_core.types import RunSummary
 from flows import compare
-from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, areal_compare, track
+from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, track
 from flows.comparison.design import DEFAULT_ARMS, plan_trials
 from flows.comparison.record import Comparison
 from flows.comparison.trials import run_trial
-from flows.compose import experiments
-
-
-def test_form_offers_choices_and_explains_every_field() -> None:
-    schema = parameter_schema(areal_compare)
-    form = schema.model_dump()["properties"]
-    assert set(form) == {"experiment", "arms", "seeds", "overrides", "name"}
-    assert (form["experiment"]["enum"], form["arms"]["default"]) == (experiments(), DEFAULT_ARMS)
-    assert (form["seeds"]["items"]["minimum"], form["seeds"]["minItems"], form["seeds"]["default"]) == (0, 1, [1, 2, 3])
-    assert all(field["description"] for field in form.values())
-    assert not schema.required
 
 
 @pytest.mark.parametrize(

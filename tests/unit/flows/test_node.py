@@ -47,19 +47,16 @@ def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield boto3.client("ssm", region_name="us-east-1")
 
 
-def test_more_secrets_than_one_request_may_name(told: Callable[..., node.Node], parameters: Any) -> None:
+def test_secrets_are_read_although_one_request_may_not_name_all(
+    told: Callable[..., node.Node], parameters: Any
+) -> None:
     secrets = {f"SECRET_{number}": f"/areal/{number}" for number in range(23)}
     for variable, name in secrets.items():
         parameters.put_parameter(Name=name, Value=f"value of {variable}", Type="SecureString")
     read = told(secrets=secrets)
     assert secret_values(read.region, read.secrets) == {variable: f"value of {variable}" for variable in secrets}
-
-
-def test_secrets_that_there_are_not(told: Callable[..., node.Node], parameters: Any) -> None:
-    parameters.put_parameter(Name="/areal/a", Value="x", Type="SecureString")
-    read = told(secrets={"A": "/areal/a", "B": "/areal/b"})
     with pytest.raises(ConfigError, match=r"^secrets: there is no parameter /areal/b in us-east-1$"):
-        secret_values(read.region, read.secrets)
+        secret_values(read.region, secrets | {"B": "/areal/b"})
 
 
 def test_a_parameter_store_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +93,9 @@ def test_it_becomes_the_worker_of_its_queue(told: Callable[..., node.Node], monk
     assert environment["PREFECT_API_URL"] == "http://10.0.0.1:4200/api"
     assert environment["PREFECT_API_AUTH_STRING"] == "planted"
     assert environment["MLFLOW_TRACKING_USERNAME"] == "admin"
+
+
+def test_a_wrong_file_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "none.json")])
+    assert node.main() == 2
+    assert capsys.readouterr().err.startswith(f"areal: error: {tmp_path}/none.json: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 from uuid import uuid4
 
 import httpx
@@ -15,8 +16,9 @@ from flows.page import Progress, told
 
 _REQUEST = httpx.Request("GET", "http://prefect")
 _AWAY = httpx.ConnectError("refused", request=_REQUEST)
-_BUSY = httpx.HTTPStatusError("503", request=_REQUEST, response=httpx.Response(503))
-_WRONG = httpx.HTTPStatusError("422", request=_REQUEST, response=httpx.Response(422))
+_BUSY, _WRONG = (
+    httpx.HTTPStatusError(str(code), request=_REQUEST, response=httpx.Response(code)) for code in (503, 422)
+)
 
 
 class Server:
@@ -70,31 +72,20 @@ def test_progress_is_shown_when_the_server_is_there(server: Server) -> None:
     assert [artifact.key for artifact in server.made] == ["areal-progress"]
 
 
-def test_what_has_to_be_told_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_AGAIN_S", 0.0)
-    responses, said = [_AWAY, _BUSY, _AWAY, "made"], list[str]()
-
-    def call() -> str:
-        response = responses.pop(0)
-        if isinstance(response, Exception):
-            raise response
-        return response
-
-    assert told("the result", call, said.append) == "made"
+    said = list[str]()
+    assert told("the result", MagicMock(side_effect=[_AWAY, _BUSY, _AWAY, "made"]), said.append) == "made"
     assert said == ["Prefect's server does not answer; waiting to tell it the result: refused"]
 
 
 @pytest.mark.parametrize(("error", "patience_s"), [(_WRONG, 3600.0), (_AWAY, -1.0)], ids=["refused", "for too long"])
-def test_what_can_not_be_told_is_said_and_fails_nothing(
+def test_result_that_can_not_be_told_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, error: Exception, patience_s: float
 ) -> None:
     monkeypatch.setattr(page, "PATIENCE_S", patience_s)
     said: list[str] = []
-
-    def call() -> None:
-        raise error
-
-    assert told("the result", call, said.append) is None
+    assert told("the result", MagicMock(side_effect=error), said.append) is None
     assert said == [f"Prefect's server does not know the result: {error}"]
 
 

@@ -6,16 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 # A writer has the database, and another one waits for it, on a connection of which garbage holds a cursor that once
 # did so in vain.
 _SCRIPT = """
 import sqlite3, sys, threading, time, weakref
 from flows import prefect_server
 
-if sys.argv[2] == "beside":
-    prefect_server.collect_beside(every_s=0.05)
+prefect_server.collect_beside(every_s=0.05)
 first = sqlite3.connect(sys.argv[1], isolation_level=None)
 first.execute("PRAGMA journal_mode = WAL")
 first.execute("CREATE TABLE t (value)")
@@ -55,15 +52,7 @@ print(*said)
 """
 
 
-def said(folder: Path, where: str) -> str:
-    command = [sys.executable, "-c", _SCRIPT, str(folder / "prefect.db"), where]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
-
-
-def test_who_is_to_commit_does_not_wait_for_a_cursor_in_garbage(tmp_path: Path) -> None:
-    assert said(tmp_path, "beside") == "written"
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python resets the statement of a cursor that has failed")
-def test_else_it_would(tmp_path: Path) -> None:
-    assert said(tmp_path, "here") == "database is locked"
+def test_commit_does_not_wait_for_a_cursor_in_garbage(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "prefect.db")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "written"

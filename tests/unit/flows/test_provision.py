@@ -203,23 +203,6 @@ def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path:
     assert note.read_text() == "SIGINT"  # and it was waited for
 
 
-def test_it_ends_in_order_when_this_process_is_killed(says: Says, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    says(_ENDS_IN_ORDER.format(note=str(note)))
-    program = (
-        "import sys; from pathlib import Path; from flows.provision.terraform import Terraform\n"
-        "root = Terraform('run', Path(sys.argv[1]), backend={})\nroot.init()\nroot.apply(root.plan({}))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "work")]
-    owner = subprocess.Popen(command, cwd=Path(terraform.__file__).parents[2])
-    try:
-        until(note, "at it")
-    finally:
-        owner.kill()
-        owner.wait()
-    until(note, "SIGTERM")
-
-
 class Right:
     """To run terraform, for some seconds that change once it is at it."""
 

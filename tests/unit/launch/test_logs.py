@@ -70,15 +70,6 @@ def test_hostile_text_forges_no_line_and_no_terminal_command(log_format: str | N
     assert message.startswith(r"failed: \x1b]0;owned\x07\r\n2026")
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_line_is_shown_as_its_message(log_format: str) -> None:
-    shown = logs.formatter(log_format, Source("evaluator"))
-    line = shown.format(record("version 0: held-out accuracy %.3f", 0.172, step=3))
-    assert plain(line, "evaluator-0") == ["version 0: held-out accuracy 0.172"]
-    assert plain(line, "node-1") == ["evaluator-0: version 0: held-out accuracy 0.172"]
-    assert plain(shown.format(record("no", level=logging.ERROR)), "evaluator-0") == ["areal: error: no"]
-
-
 @pytest.mark.parametrize(
     "line", ["", "some talk", "{}", '{"time": 1}', '{"time": "half of a li', "2026-11-23 INFO trainer-0 x"]
 )

@@ -9,8 +9,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from areal_core.config.schema import LaunchConfig
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
@@ -45,41 +43,30 @@ class Process:
         return found
 
 
-def test_process_that_gets_on_or_waits_is_left_alone(tmp_path: Path) -> None:
+def test_process_that_gets_on_or_waits_or_is_another_is_left_alone(tmp_path: Path) -> None:
     assert Process(tmp_path, BUSY).looks(100, progress=1) is None
     assert Process(tmp_path, WAITS).looks(100) is None
-
-
-def test_one_that_does_not_beat_is_found(tmp_path: Path) -> None:
-    process = Process(tmp_path, WAITS)
-    assert process.looks(7, beats=0) is None
-    state = kernel_state(os.getpid())
-    assert process.looks(1, beats=0) == (
-        f"has given no sign of life for 6 s (launch.liveness_timeout_s): {state}; idle, waiting for work"
-    )
-
-
-def test_one_that_is_busy_and_does_not_get_on_is_found(tmp_path: Path) -> None:
-    process = Process(tmp_path, BUSY)
-    assert process.looks(21) is None
-    found = process.looks(1)
-    assert found is not None
-    assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
-    assert found.endswith("; step 3: training since 21 s")
-    assert process.looks(1, progress=1) is None
-
-
-def test_an_event_loop_has_to_turn_whatever_its_process_waits_for(tmp_path: Path) -> None:
-    process = Process(tmp_path, dataclasses.replace(WAITS, turns=0))
-    assert process.looks(100, turns=1) is None
-    assert "has an event loop that stands still for 20 s" in str(process.looks(21))
-
-
-def test_the_pulse_of_another_process_does_not_count(tmp_path: Path) -> None:
     process = Process(tmp_path, BUSY)
     process.watchdog = Watchdog(process.file, BUSY.pid + 1, LAUNCH)
     assert process.looks(100, beats=0) is None
     assert not process.watchdog.has_pulse
+
+
+def test_process_that_does_not_beat_or_get_on_is_found(tmp_path: Path) -> None:
+    silent = Process(tmp_path, WAITS)
+    assert silent.looks(7, beats=0) is None
+    said = f"has given no sign of life for 6 s (launch.liveness_timeout_s): {kernel_state(os.getpid())}; "
+    assert silent.looks(1, beats=0) == f"{said}idle, waiting for work"
+    busy = Process(tmp_path, BUSY)
+    assert busy.looks(21) is None
+    found = busy.looks(1)
+    assert found is not None
+    assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
+    assert found.endswith("; step 3: training since 21 s")
+    assert busy.looks(1, progress=1) is None
+    turning = Process(tmp_path, dataclasses.replace(WAITS, turns=0))  # an event loop has to turn even as it waits
+    assert turning.looks(100, turns=1) is None
+    assert "has an event loop that stands still for 20 s" in str(turning.looks(21))
 
 
 def test_a_clock_that_jumps_makes_nobody_silent() -> None:
@@ -118,18 +105,12 @@ def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("waits_for", [None, pulse.STORE])
-def test_a_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store(
-    tmp_path: Path, waits_for: str | None
-) -> None:
+def test_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store_or_is_silent(tmp_path: Path) -> None:
     put(tmp_path, "controller-0", WAITS)
-    put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
-    assert told(tmp_path, 100) is None
-
-
-def test_silent_process_is_left_to_its_own_watchdog(tmp_path: Path) -> None:
-    put(tmp_path, "controller-0", WAITS)
-    assert told(tmp_path, 100, beats=False) is None
+    assert told(tmp_path, 100, beats=False) is None  # which its own watchdog will find
+    for waits_for in (None, pulse.STORE):
+        put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
+        assert told(tmp_path, 100) is None
 
 
 def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:

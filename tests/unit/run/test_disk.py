@@ -20,46 +20,28 @@ def free(patch: pytest.MonkeyPatch, gib: dict[str, float], inodes: int = 10**6, 
     patch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=of, f_favail=inodes))
 
 
-def test_each_folder_is_told_of_once_and_a_nearly_full_one_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    folders = {"state_dir": Path("/a"), "storage.url": Path("/b")}
-    disk = DiskSpace(folders, LaunchConfig(), lines.append)
-    free(monkeypatch, {"/a": 5.0, "/b": 5.0})
+    disk = DiskSpace({"state_dir": Path("/a"), "storage.url": Path("/b")}, LaunchConfig(), lines.append)
+    free(monkeypatch, {"/a": 5.0, "/b": 5.0}, inodes=20_000)
     disk.look()
     assert lines == []
-    free(monkeypatch, {"/a": 4.0, "/b": 4.9})
-    for _ in range(2):
-        disk.look()
-    assert lines == [
-        "state_dir: /a has 4.00 GiB left, less than 5 (launch.disk_low_gib)",
-        "storage.url: /b has 4.90 GiB left, less than 5 (launch.disk_low_gib)",
-    ]
-    free(monkeypatch, {"/a": 4.0, "/b": 0.25})
-    with pytest.raises(
-        StorageError, match=r"^storage\.url: /b has 0\.25 GiB left, less than 0\.5 \(launch\.disk_min_gib"
-    ):
-        disk.look()
-
-
-def test_inodes_are_watched_as_space_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    disk = DiskSpace({"state_dir": Path("/a")}, LaunchConfig(), lines.append)
-    free(monkeypatch, {"/a": 5.0}, inodes=20_000)
-    disk.look()
-    assert lines == []
-    free(monkeypatch, {"/a": 4.0}, inodes=19_999)
+    free(monkeypatch, {"/a": 4.0, "/b": 4.9}, inodes=19_999)
     for _ in range(2):
         disk.look()
     assert lines == [
         "state_dir: /a has 4.00 GiB left, less than 5 (launch.disk_low_gib)",
         "state_dir: /a has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
+        "storage.url: /b has 4.90 GiB left, less than 5 (launch.disk_low_gib)",
+        "storage.url: /b has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
     ]
-    free(monkeypatch, {"/a": 5.0}, inodes=1999)
-    with pytest.raises(
-        StorageError,
-        match=r"^state_dir: /a has 1999 inodes left, less than 2000 \(launch\.disk_min_inodes\): the run e",
+    for gib, inodes, said in (
+        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5 \(launch\.disk_min_gib"),
+        (5.0, 1999, r"1999 inodes left, less than 2000 \(launch\.disk_min_inodes\): the run e"),
     ):
-        disk.look()
+        free(monkeypatch, {"/a": 4.0, "/b": gib}, inodes=inodes)
+        with pytest.raises(StorageError, match=rf"^(storage\.url: /b|state_dir: /a) has {said}"):
+            disk.look()
 
 
 def test_unlimited_inodes_are_enough_and_an_absent_folder_is_left_to_its_user(
@@ -73,11 +55,7 @@ def test_unlimited_inodes_are_enough_and_an_absent_folder_is_left_to_its_user(
 
 @pytest.mark.parametrize(
     ("url", "folder"),
-    [
-        ("/data/store", "/data/store"),
-        ("file:///data/a%20b", "/data/a b"),
-        ("s3://bucket/prefix", None),
-    ],
+    [("/data/store", "/data/store"), ("file:///data/a%20b", "/data/a b"), ("s3://bucket/prefix", None)],
 )
 def test_a_store_counts_where_it_is_a_folder(tmp_path: Path, url: str, folder: str | None) -> None:
     config = load({"state_dir": str(tmp_path), "storage": {"url": url}})

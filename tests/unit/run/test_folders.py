@@ -14,12 +14,9 @@ from areal_core.run.folders import run_folder, tracking_uri
 from tests.support.runs import changed
 
 
-def test_run_folder_is_absolute(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_folder_and_tracking_uri(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_folder(dataclasses.replace(load(base), state_dir="here"), "r").root == tmp_path / "here" / "runs" / "r"
-
-
-def test_tracking_uri(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     on = changed(base, tracking={"enabled": True})
     assert tracking_uri(load(base)) is None

@@ -44,10 +44,6 @@ def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
             "launch.address: this machine can't listen on 203.0.113.9: Cannot assign requested address",
         ),
         ({"model": {"path": "/nowhere"}}, "model.path: /nowhere: no model folder, it has no config.json"),
-        (
-            {"task": {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": "/dev/null"}},
-            "task.path: can't read /nowhere.jsonl",
-        ),
         ({"storage": {"url": "gs://bucket"}}, "storage.url: 'gs://bucket'"),
         ({"tracking": {"enabled": True, "uri": "http://127.0.0.1:9"}}, "tracking.uri"),
     ],
@@ -63,14 +59,11 @@ def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_model_folder_that_is_incomplete(base: dict[str, Any], name: str) -> None:
-    Path(base["model"]["path"], name).unlink()
-    fails(ModelError, rf"^model\.path: .*/{re.escape(name)}: no such file", load(base))
-
-
-def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
+def test_incomplete_or_short_model_is_refused(base: dict[str, Any], name: str) -> None:
     write_tiny(Path(base["model"]["path"]), dataclasses.replace(SPEC, context=100))
     fails(ConfigError, r"^task\.max_new_tokens: prompt and completion need 152 tokens .* 100$", load(base))
+    Path(base["model"]["path"], name).unlink()
+    fails(ModelError, rf"^model\.path: .*/{re.escape(name)}: no such file", load(base))
 
 
 @pytest.fixture
@@ -106,6 +99,13 @@ def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: s
     fails(ConfigError, said, changed(chat, task={"bad_rows": "refuse"}))
 
 
+def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
+    task = {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
+    fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
+
+
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
     fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
@@ -139,7 +139,7 @@ def test_the_smallest_gpu_of_the_run_counts(base: dict[str, Any], gpus: Path, tm
     preflight(on_gpus(base))
     assert device_memory(on_gpus(base)) == 40960 * 2**20
     assert (tmp_path / "asked").read_text().split() == [
-        *("--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0,3"),
+        *("--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0,3")
     ]
     assert device_memory(on_gpus(base, device_memory_gib=1.5)) == 1.5 * 2**30
 
@@ -191,11 +191,8 @@ def test_a_package_that_this_run_uses_and_the_machine_lacks(
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == package else "found")
     said = rf"^{re.escape(setting)}: needs the package {package}, which .* lacks; pyproject\.toml has its version$"
     fails(ConfigError, said, changed(base, **groups))
-
-
-def test_packages_that_a_run_does_not_use_may_be_absent(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in absent else "found")
+    unused = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in unused else "found")
     preflight(load(base))
     check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
 

@@ -36,44 +36,30 @@ def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def test_command_lines(tmp_path: Path) -> None:
+def test_roles_of_a_run(tmp_path: Path) -> None:
     settings = config(tmp_path, mode="sync", generation={"slots": 7, "deterministic": True})
     run = folder(settings)
     specs = role_specs(run, settings, [0, 1])
-    assert {name: spec.count for name, spec in specs.items()} == {
-        "generation": 2,
-        "controller": 1,
-        "trainer": 2,
-        "rendezvous": 1,
-        "node": 1,
-        "files": 1,
-        "evaluator": 1,
-        "evaluation": 0,  # the evaluator steps one embedded engine itself
-        "tracker": 1,
-    }
+    one = ("controller", "rendezvous", "node", "files", "evaluator", "tracker")
+    counts = {"generation": 2, "trainer": 2} | dict.fromkeys(one, 1)
+    # The evaluator steps one embedded engine itself.
+    assert {name: spec.count for name, spec in specs.items()} == counts | {"evaluation": 0}
     server = specs["generation"].argv(1)
     assert server[:3] == [sys.executable, "-m", "areal_core.generation.server.routes"]
-    assert option(server, "--model") == "/models/base"
-    assert option(server, "--ready-file") == str(run.ready_file("generation", 1))
-    assert option(server, "--slots") == "7"
-    assert option(server, "--context") == str(settings.task.max_prompt_tokens + settings.task.max_new_tokens)
+    wanted = {
+        "--model": "/models/base",
+        "--ready-file": str(run.ready_file("generation", 1)),
+        "--slots": "7",
+        "--context": str(settings.task.max_prompt_tokens + settings.task.max_new_tokens),
+    }
+    assert {name: option(server, name) for name in wanted} == wanted
     assert "--deterministic" in server
     assert not specs["generation"].exits
-    assert specs["trainer"].argv(1)[1:] == [
-        "-m",
-        "areal_core.training.trainer",
-        "--run-dir",
-        str(run.root),
-    ]
     ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would set them
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
     assert specs["trainer"].gang
-    for name, module in {
-        "controller": "controller.service",
-        "evaluator": "evaluation.evaluator",
-        "files": "run.remote.files",
-        "tracker": "tracking",
-    }.items():
+    modules = ["training.trainer", "controller.service", "evaluation.evaluator", "run.remote.files", "tracking"]
+    for name, module in zip(("trainer", "controller", "evaluator", "files", "tracker"), modules, strict=True):
         assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
 
 

@@ -20,7 +20,8 @@ def nobody(data: bytes | None) -> bool:
 
 
 def test_of_two_writers_one_wins(tmp_path: Path) -> None:
-    marked = Marked(Storage.open(str(tmp_path)), "object")
+    storage = Storage.open(str(tmp_path))
+    marked = Marked(storage, "object")
     assert marked.read() == (None, None)
     first = marked.write(b"a1", None, nobody)
     assert marked.read() == (b"a1", first)
@@ -29,6 +30,9 @@ def test_of_two_writers_one_wins(tmp_path: Path) -> None:
     assert second is not None
     assert marked.write(b"a2", first, starts_with_a) is None
     assert marked.read() == (b"b1", second)
+    storage.delete("object")
+    assert marked.write(b"b2", second, starts_with_a) is None  # nothing is written where it has gone
+    assert marked.read() == (None, None)
 
 
 def test_a_write_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +57,3 @@ def test_a_write_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytes
             marked.write(b"a2", first, starts_with_a)
     third = marked.write(b"a3", first, starts_with_a)  # over its own, which it knows no mark of
     assert marked.read() == (b"a3", third)
-
-
-def test_nothing_is_written_where_the_object_has_gone(tmp_path: Path) -> None:
-    storage = Storage.open(str(tmp_path))
-    marked = Marked(storage, "object")
-    mark = marked.write(b"a1", None, nobody)
-    storage.delete("object")
-    assert marked.write(b"a2", mark, starts_with_a) is None
-    assert marked.read() == (None, None)

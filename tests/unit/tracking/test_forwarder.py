@@ -352,3 +352,16 @@ def test_staleness_figure_draws_shares(counts: dict[str, int]) -> None:
     assert sum(heights) == pytest.approx(1.0 if sum(counts.values()) else 0.0)
     highest = max((int(lag) for lag, count in counts.items() if count), default=0)
     assert f"max {highest}, {sum(counts.values()):,} tokens" in figure.axes[0].get_title()
+
+
+def test_broken_artifacts_do_not_hold_curves_back(
+    server: Server, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(server, "log_dict", refuse)
+    outbox.document("config", 0, {})
+    forward(outbox, stop_at(3, lambda: outbox.log(rows(range(5)))))
+    assert len(server.points) == 5
+    assert server.status == "KILLED"

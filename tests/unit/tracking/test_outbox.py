@@ -155,15 +155,6 @@ def test_unknown_document_and_unusable_path_are_refused(outbox: Outbox, tmp_path
         Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")
 
 
-def test_unsent_rows_survive_the_process(outbox: Outbox, tmp_path: Path) -> None:
-    outbox.log([row(step=1), row(step=2)])
-    outbox.attempt_metrics(1)
-    outbox.close()
-    again = Outbox(tmp_path / "outbox.sqlite", "run-1")
-    assert again.attempted_metrics() == [row(step=1)]
-    assert again.attempt_metrics(10) == [row(step=1), row(step=2)]
-
-
 def _write(path: Path, key: str) -> None:
     outbox = Outbox(path, "run-1")
     for step in range(200):
