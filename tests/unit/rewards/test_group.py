@@ -143,6 +143,19 @@ def test_further_requests_go_out_while_the_first_ones_are_still_generated():
     assert [TOKENIZER.decode(each.tolist()) for each in tokens] == ["96", "78"]
 
 
+def test_a_group_is_scored_once_its_environment_is_done():
+    """What it does beside the policy may take any number of turns of the event loop."""
+
+    class Slow(Judging):
+        async def _rollout(self, task, policy):
+            found = await super()._rollout(task, policy)
+            await asyncio.sleep(0.05)
+            return found
+
+    scored = advance_all(Slow([]), [served(completion("1"), completion("2"))])[-1]
+    assert scored.summary.rewards == (1.0, 1.0)
+
+
 def test_a_completion_whose_waiting_was_just_cancelled_can_still_be_had():
     """Its future is cancelled at once, and forgotten a turn of the event loop later."""
 

@@ -76,11 +76,11 @@ def test_the_warm_up_lowers_the_loss(caplog):
 def test_the_model_is_a_folder_that_transformers_loads(tmp_path):
     import transformers  # takes seconds
 
-    config, folder = small(), tmp_path / "model"
-    folder.mkdir()
+    config, folder = small("warmup.worked_steps", 1), tmp_path / "cache" / "model"
+    make_model(config, folder)
     (folder / "left-over").touch()
     make_model(config, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert not (folder / "left-over").exists()
     spec = read_spec(folder)
     assert spec == embedded_spec(config)
