@@ -7,7 +7,6 @@ runs it, not where a configuration is loaded; so `emulates`, `own_server` and `i
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,12 +81,7 @@ def names(engines: Mapping[str, T], trait: str, value: bool = True) -> str:
 def _traits(field: str, name: str, registered: Mapping[str, T], default: T) -> T:
     if name in registered:
         return registered[name]
-    stated = getattr(_imported(field, name), "traits", default)
+    stated = getattr(find(field, name, dict[str, object]()), "traits", default)
     if not isinstance(stated, type(default)):
         raise ConfigError(f"{field}: the traits of {name} must be a {type(default).__name__}, got {stated!r:.80}")
     return stated
-
-
-@functools.cache
-def _imported(field: str, name: str) -> object:
-    return find(field, name, dict[str, object]())

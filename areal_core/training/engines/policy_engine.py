@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -224,6 +224,7 @@ class PolicyEngine(ABC):
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         assert proximal is None or self.algorithm.takes_proximal
         coefficients = step_coefficients(self.control, batch.step)
+        rate_of = partial(learning_rate, coefficients.learning_rate, self.training.warmup_steps)
         reference = self.reference_logprobs(batch) if self.algorithm.kl_coef else None
         columns = _columns(batch, proximal, reference)
         shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
@@ -240,8 +241,7 @@ class PolicyEngine(ABC):
             loss, sums = self._accumulate(
                 columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not losses
             )
-            rate = learning_rate(coefficients.learning_rate, self.training.warmup_steps, self.updates)
-            update = self._update(batch.step, loss, rate)
+            update = self._update(batch.step, loss, rate_of(self.updates))
             if update is None:
                 skipped += 1
                 continue
@@ -256,9 +256,7 @@ class PolicyEngine(ABC):
             loss=_mean(totals),
             grad_norm=_mean(norms),
             update_norm=_mean(changes),
-            learning_rate=learning_rate(
-                coefficients.learning_rate, self.training.warmup_steps, max(self.updates - 1, 0)
-            ),
+            learning_rate=rate_of(max(self.updates - 1, 0)),
             updates=len(totals),
             skipped=skipped,
             loss_tokens=int(sum(loss_tokens)),
