@@ -17,7 +17,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 10  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 11  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
@@ -33,8 +33,8 @@ class GroupState(StrEnum):
 class Outcome(StrEnum):
     """What a verifier finds of a completion. The last one is no result: it says nothing about the completion."""
 
-    RIGHT = "right"
-    WRONG = "wrong"
+    CORRECT = "correct"
+    INCORRECT = "incorrect"
     NO_ANSWER = "no_answer"  # it gives none
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
     TIMED_OUT = "timed_out"  # the answer takes the verifier to its limits, or ends its process; in a fresh one, too
@@ -153,7 +153,7 @@ class GroupSummary:
     @property
     def correct(self) -> int:
         """Trajectories that were right, of G."""
-        return self.outcomes.get(Outcome.RIGHT, 0)
+        return self.outcomes.get(Outcome.CORRECT, 0)
 
     @property
     def judged(self) -> int:

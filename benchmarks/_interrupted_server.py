@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.config.schema import RunConfig
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.arithmetic import training_chain
@@ -124,7 +124,7 @@ async def _run(tasks: list[asyncio.Future[None]], seconds: float) -> None:
 
 async def _ask(pool: GenerationPool, requests: Iterator[GenerationRequest]) -> None:
     while True:
-        await pool.generate(Transcript(next(requests)))
+        await pool.generate(PendingCompletions(next(requests)))
 
 
 async def _update(pool: GenerationPool, versions: _Versions, period_s: float) -> None:

@@ -94,7 +94,7 @@ def measure_cases(seed: int) -> dict[str, Any]:
 
 def _is_right(gold: str, text: str) -> bool:
     prompt = Prompt(index=0, prompt_id="", text="", token_ids=(), answer=gold)
-    return mathematics(prompt, text).outcome is Outcome.RIGHT
+    return mathematics(prompt, text).outcome is Outcome.CORRECT
 
 
 def _per_cpu_s(judged: list[tuple[str, str, bool]]) -> int:
@@ -137,4 +137,4 @@ async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
             await judges.close()
         found = records.records
     assert len(found) == len(judged)
-    return sum((record.greedy.outcome is Outcome.RIGHT) != judged[record.problem][2] for record in found)
+    return sum((record.greedy.outcome is Outcome.CORRECT) != judged[record.problem][2] for record in found)

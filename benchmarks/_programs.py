@@ -89,7 +89,7 @@ def code_cases(verify: Programs) -> dict[str, int]:
     for case in CASES:
         found = verify(_task(case["answer"], case["case"]), case["completion"]).outcome
         correct += found == case["expected"]
-        accepted += found is Outcome.RIGHT and case["expected"] != Outcome.RIGHT
+        accepted += found is Outcome.CORRECT and case["expected"] != Outcome.CORRECT
         if found != case["expected"]:
             tell(f"code case {case['case']!r}: {found} instead of {case['expected']}")
     return {"code_cases_correct": correct, "code_cases": len(CASES), "code_cases_false_accept": accepted}
@@ -104,7 +104,7 @@ def problems(data: Path | None) -> list[Problem]:
 
 
 def judged(verify: Programs, problem: Problem, program: str) -> bool:
-    return verify(_prompt(problem), program).outcome is Outcome.RIGHT
+    return verify(_prompt(problem), program).outcome is Outcome.CORRECT
 
 
 def _prompt(problem: Problem) -> Prompt:
@@ -240,7 +240,7 @@ class Machine:
             for form, task in self.tasks().items()
             if form in forms
         }
-        harm = [f"right as {form}" for form, outcome in outcomes.items() if outcome is Outcome.RIGHT]
+        harm = [f"right as {form}" for form, outcome in outcomes.items() if outcome is Outcome.CORRECT]
         harm += [f"no result as {form}" for form, outcome in outcomes.items() if outcome is Outcome.FAILED]
         harm += [line for line in result.stdout.decode(errors="replace").splitlines() if BREACH in line]
         for pid, _ in set(_children()) - before:

@@ -53,4 +53,4 @@ class Scorer:
             )
             for prompt, (completion,) in zip(self._prompts, completions, strict=True)
         ]
-        return sum(verdict.outcome is Outcome.RIGHT for verdict in verdicts) / len(verdicts)
+        return sum(verdict.outcome is Outcome.CORRECT for verdict in verdicts) / len(verdicts)

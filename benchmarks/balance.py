@@ -5,7 +5,7 @@
 Lengths are log-normal (median 7,360, sigma .8, cut at 27,648 tokens), groups have 16 completions: the paper's runs on
 mathematics (docs/emulation.md has where that is from). Two parts, both of the real code:
 
-- a rollout controller with its gate and its ledger, a pool of eight servers of 64 slots, transcripts, and the
+- a rollout controller with its gate and its ledger, a pool of eight servers of 64 slots, pending, and the
   environment `single_turn`, in virtual time: a slot decodes a token in a unit of it, and what a server sends is under
   way for as long as two tokens. The trainer takes no time, so that work is always admitted.
 - the partition of a batch over training ranks, by the arithmetic that a 7B model needs.
@@ -36,6 +36,9 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, ServerLoad
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller import pool as pool_module
+from areal_core.controller.core.controller import RolloutController
+from areal_core.controller.core.ledger import TrajectoryLedger
+from areal_core.controller.core.payloads import Place
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting
@@ -44,9 +47,6 @@ from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.planning.qwen import SPECS
 from areal_core.rewards.group import GroupRollout, Requests
-from areal_core.rollout.controller import RolloutController
-from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.rollout.payloads import Place
 from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt

@@ -45,12 +45,14 @@ import psutil
 from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import receive
 from areal_core.api.refusals import guard
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig, load
+from areal_core.controller.core.controller import Engine, Rewards, RolloutController
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
@@ -63,8 +65,6 @@ from areal_core.rewards.group import Requests
 from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import advance
-from areal_core.rollout.controller import Engine, Rewards, RolloutController
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import GroupPayload, GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
@@ -172,12 +172,12 @@ class _Servers:
     def room(self) -> int:
         return 1024 - self._running
 
-    async def generate(self, transcript: Transcript) -> None:
-        transcript.sent = True
+    async def generate(self, pending: PendingCompletions) -> None:
+        pending.sent = True
         self._running += GROUP
         for index in range(GROUP):
             await asyncio.sleep(0)  # they end one by one
-            transcript.take([index], self._received)
+            pending.take([index], self._received)
             self._running -= 1
         self.freed()
 
@@ -228,7 +228,7 @@ def scored_group() -> ScoredGroup:
         tokens=tokens,
         min_version=0,
         max_version=0,
-        outcomes={Outcome.RIGHT: right, Outcome.WRONG: GROUP - right},
+        outcomes={Outcome.CORRECT: right, Outcome.INCORRECT: GROUP - right},
         truncated=(False,) * GROUP,
         prompt_tokens=len(PROMPT),
         checksums=checksums,

@@ -30,13 +30,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_core.config.schema import load
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
+from areal_core.controller.core.payloads import Place
 from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.retention import Retention
 from areal_core.controller.snapshots import Snapshots
-from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.rollout.payloads import Place
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
@@ -56,7 +56,7 @@ _SUMMARY = GroupSummary(
     tokens=TOKENS,
     min_version=0,
     max_version=0,
-    outcomes={Outcome.RIGHT: GROUP // 2, Outcome.WRONG: GROUP // 2},
+    outcomes={Outcome.CORRECT: GROUP // 2, Outcome.INCORRECT: GROUP // 2},
     truncated=(False,) * GROUP,
     prompt_tokens=50,
     checksums=(2**31,) * 7,
@@ -131,7 +131,7 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
     watch("counters.join", ledger.counters.join, "generation-0", f"url-{first}", 0)
     for step in range(first, first + steps):
         policy = ("admit", "wait", "drop")[step % 3]
-        selection = Selection(groups=per_step, policy=policy, max_staleness=AHEAD, max_requeues=1)
+        selection = Selection(groups=per_step, rule=policy, max_staleness=AHEAD, max_requeues=1)
         made = replace(_SUMMARY, min_version=step - 1, max_version=step - 1)
         for number in range(per_step):
             place = Place(segment="000002-000001", start=number * PAYLOAD_BYTES, bytes=PAYLOAD_BYTES, crc32=1)
@@ -249,7 +249,7 @@ class EmulatedRun:
             pages=run.evaluations,
             loading=list,
         )
-        self._selection = Selection(groups=per_step, policy="admit", max_staleness=AHEAD, max_requeues=1)
+        self._selection = Selection(groups=per_step, rule="admit", max_staleness=AHEAD, max_requeues=1)
         self._stored: set[str] = set()  # segments that checkpoints have uploaded
 
     async def step(self, step: int) -> None:

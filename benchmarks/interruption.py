@@ -251,7 +251,7 @@ def measure(result: TrialResult) -> Measured:
         swap_ms=time_scale(config) * needed("weights/swap_ms", mean),
         recompute_ms=time_scale(config) * needed("weights/recompute_ms", mean),
         recomputed_tokens=real_tokens * needed("weights/recomputed_tokens", mean),
-        k3=mean("mismatch/k3"),
+        k3=mean("policy/train_inference_kl"),
         accuracy=None if result.summary is None else result.summary.accuracy_after,
     )
 

@@ -1,4 +1,4 @@
-"""What does a staleness bound for every token cost over one of the aggregate? The three values of `rollout.policy`.
+"""What does a staleness bound for every token cost? The three values of `rollout.batch_selection`.
 
     python -m benchmarks.policies [--seeds 1,2,3] [field=value ...]
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    arms = {policy: ["mode=async", f"rollout.policy={policy}"] for policy in POLICIES}
+    arms = {policy: ["mode=async", f"rollout.batch_selection={policy}"] for policy in POLICIES}
     tasks = {task: run_arms(experiment, arms, seeds, overrides) for task, experiment in TASKS.items()}
     return {task: report(runs) for task, runs in tasks.items()} | {"seeds": list(seeds)}
 

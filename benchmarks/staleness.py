@@ -38,12 +38,12 @@ from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import encode_generation
 from areal_core.config.schema import RunConfig
+from areal_core.controller.core.rollouts import trajectory_seed
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.folders import read_weights
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights

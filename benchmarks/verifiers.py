@@ -130,7 +130,7 @@ def measure(data: Path | None, seed: int) -> dict[str, Any]:
         "math_gold": {name: judged.gold(name, answers) for name, answers in golds.items()},
         "math_reformatted": judged.reformatted(golds),
         "math_wrong_accepted": judged.wrong(golds, random.Random(seed)),
-        "e1_wrong": sum((verdict(gold, text) is Outcome.RIGHT) != right for gold, text, right in CERTAIN),
+        "e1_wrong": sum((verdict(gold, text) is Outcome.CORRECT) != right for gold, text, right in CERTAIN),
     }
     counted = {name: (judged.count[name], judged.cpu_s[name]) for name in golds}
     result["math_per_cpu_s"] = round(sum(n for n, _ in counted.values()) / sum(s for _, s in counted.values()))
@@ -179,7 +179,7 @@ class Judged:
 
     def gold(self, name: str, answers: Sequence[str]) -> float:
         texts = [(answer, sentence.format(answer)) for answer in answers for sentence in SENTENCES]
-        missed = [(gold, text, found) for gold, text, found in self._verdicts(name, texts) if found != Outcome.RIGHT]
+        missed = [(gold, text, found) for gold, text, found in self._verdicts(name, texts) if found != Outcome.CORRECT]
         for gold, text, found in missed:
             tell(f"{name}: {found}: {text!r} for {gold!r}")
         return round(1 - len(missed) / len(texts), 4)
@@ -203,8 +203,8 @@ class Judged:
             changed = [(gold, text) for gold in answers if (text := change(gold)) is not None]
             total += len(changed)
             for gold, text, found in self._verdicts(name, [(g, SENTENCES[1].format(text)) for g, text in changed]):
-                right += found is Outcome.RIGHT
-                if (found is Outcome.RIGHT) == wrong:
+                right += found is Outcome.CORRECT
+                if (found is Outcome.CORRECT) == wrong:
                     tell(f"{name}: {found}: {text!r} for {gold!r}")
         return round(right / total, 4) if total else None
 

@@ -23,7 +23,7 @@ _UNIT = 1e-3  # nats: bins are even in log r below it, in the logarithm of log r
 _BINS = 1025  # odd: the middle one holds r = 1
 _REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold what lies beyond
 _WIDTH = 2 * _REACH / _BINS
-_NUMBERS = ("tokens", "weight", "weight_squared", "weight_max", "matched", "mismatch")
+_NUMBERS = ("tokens", "weight", "weight_squared", "weight_max", "matched", "train_inference_kl")
 _MAXIMUM = _NUMBERS.index("weight_max")
 
 
@@ -41,7 +41,7 @@ class LossStats:
     weight_squared: float = 0.0
     weight_max: float = 0.0  # the one maximum among sums
     matched: float = 0.0  # tokens sampled by the version trained on
-    mismatch: float = 0.0  # k3 of trainer / generator over matched tokens
+    train_inference_kl: float = 0.0  # k3 of trainer / generator over matched tokens
     histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
 
     def __add__(self, other: LossStats) -> LossStats:

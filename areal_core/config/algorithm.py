@@ -60,7 +60,7 @@ class AlgorithmConfig:
     control: str = "constant"  # of coefficients from step to step: one of CONTROLS, or "package.module:function"
     kl_target: float = bounded(0.01, above=0.0)  # adaptive_kl: the divergence from version 0, nats a token
     kl_horizon: float = bounded(10.0, low=1.0)  # adaptive_kl: steps; 1 / K_beta of the paper
-    truncated: str = choice("wrong", "wrong", "mask")  # what becomes of a completion that was cut off
+    truncated: str = choice("incorrect", "incorrect", "mask")  # what becomes of a completion that was cut off
     reward_correct: float = 1.0
     reward_wrong: float = 0.0
     overlong_cache: int | None = bounded(

@@ -186,9 +186,9 @@ class RolloutConfig:
     batch_size: int = bounded(512, low=1)  # B, trajectories a step
     max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
     pipeline_depth: float | None = bounded(None, low=0.0)  # batches begun beside the one that trains; None: eta
-    policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
+    batch_selection: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
     dynamic_sampling: bool = False  # a group whose rewards are all equal gives its place to another prompt
-    max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
+    max_zero_variance_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
     max_tries: int = bounded(3, low=1)  # requests and scorings of one group before it is dropped
     max_requeues: int = bounded(2, low=0)  # times that a prompt dropped as stale is queued again
     request_timeout_s: float = bounded(120.0, above=0.0)
@@ -319,7 +319,7 @@ class StopConfig:
 class HealthConfig:
     """When a run that goes on is told to be unwell; None: never."""
 
-    max_mismatch: float | None = bounded(0.1, above=0.0)  # nats a token, of mismatch/k3
+    max_train_inference_kl: float | None = bounded(0.1, above=0.0)  # nats a token, of policy/train_inference_kl
     max_stale_share: float | None = bounded(0.5, low=0.0, high=1.0)  # of a batch's groups, over rollout.max_staleness
     max_unscored_share: float | None = bounded(
         0.1, low=0.0, high=1.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from areal_core.config.schema import RunConfig
 from areal_core.controller.best import best_of
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.recorder import Recorder
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.types import PolicyVersion
 
 

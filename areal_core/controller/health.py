@@ -1,11 +1,11 @@
 """Whether a run that goes on is well: alerts by the points that it records, raised and taken back.
 
-    mismatch   trainer and servers differ in what the same weights mean
-    stale      too much of a batch is older than the bound, as rollout.policy=admit lets it be
-    rewards    too many groups can't be scored, and are dropped
-    no_result  too many rollouts of a batch can't be scored, and are left out of it
-    stall      no version is new for long, although every process gets on, as where all groups are dropped
-    idle       nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
+    train_inference_kl  trainer and servers differ in what the same weights mean
+    stale               too much of a batch is older than the bound, as rollout.batch_selection=admit lets it be
+    rewards             too many groups can't be scored, and are dropped
+    no_result           too many rollouts of a batch can't be scored, and are left out of it
+    stall               no version is new for long, although every process works, as where all groups are dropped
+    idle                nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
 
 What ends processes that hang is `areal_core.launch.watchdog`; here nothing is ended. An alert is logged, stands in the
 status, and it is for the control plane to act on it.
@@ -50,9 +50,11 @@ class Health:
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
         """Points of a step; those of all its keys need not come at once."""
-        if (k3 := values.get("mismatch/k3")) is not None:
-            said = f"mismatch/k3 is {k3:.3g} nats a token"
-            self._judge("mismatch", step, said, k3, self._config.max_mismatch, "max_mismatch")
+        if (k3 := values.get("policy/train_inference_kl")) is not None:
+            said = f"policy/train_inference_kl is {k3:.3g} nats a token"
+            self._judge(
+                "train_inference_kl", step, said, k3, self._config.max_train_inference_kl, "max_train_inference_kl"
+            )
         if (stale := values.get("staleness/groups_over_bound")) is not None:
             share = stale / self._groups
             said = f"{share:.0%} of the batch is older than rollout.max_staleness"

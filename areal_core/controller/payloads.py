@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal_core.api.scored_groups import SUFFIX, segment_file
+from areal_core.controller.core.payloads import Place
 from areal_core.errors import StorageError
-from areal_core.rollout.payloads import Place
 from areal_core.storage import durable
 
 T = TypeVar("T")

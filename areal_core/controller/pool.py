@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_core.api.patience import patience
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import Received
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
+from areal_core.controller.core.counters import ServerCounters
 from areal_core.controller.registry import Server, ServerRegistry, ServerState
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.data_plane import DataPlane, Take
-from areal_core.rollout.counters import ServerCounters
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
@@ -57,8 +57,8 @@ class GenerationPool:
         self._asleep = False
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
-        self._open: dict[Transcript, dict[str, Server]] = {}  # servers of open requests, by request id
-        self._given_up: set[Transcript] = set()  # of these, the ones that are not continued
+        self._open: dict[PendingCompletions, dict[str, Server]] = {}  # servers of open requests, by request id
+        self._given_up: set[PendingCompletions] = set()  # of these, the ones that are not continued
         self._plane = DataPlane()
         self._ending = False  # what is aborted is not continued
 
@@ -83,25 +83,25 @@ class GenerationPool:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def generate(self, transcript: Transcript) -> None:
-        """Have the completions of a transcript finished: those of its request, or the rest of what an earlier call has
+    async def generate(self, pending: PendingCompletions) -> None:
+        """Have the completions of a pending finished: those of its request, or the rest of what an earlier call has
         left, each by the server with the fewest completions in flight at the time. Waits for a server to join. Raises
         GenerationError when none does, when a server refuses, and when one is lost or taken out meanwhile; the
-        transcript keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
-        first has servers end the requests: the transcript keeps what they have sampled."""
-        self._open[transcript] = {}
-        work = asyncio.ensure_future(self._finish(transcript))
+        pending keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
+        first has servers end the requests: the pending keeps what they have sampled."""
+        self._open[pending] = {}
+        work = asyncio.ensure_future(self._finish(pending))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
-            ending = asyncio.ensure_future(self._give_up(transcript, work))
+            ending = asyncio.ensure_future(self._give_up(pending, work))
             while not ending.done():  # it is bounded: nothing may keep it from counting what was sampled
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([ending])
             ending.result()
             raise
         finally:
-            del self._open[transcript]
+            del self._open[pending]
 
     async def abort_all(self) -> None:
         """End all requests with the tokens that they have, for good."""
@@ -109,13 +109,13 @@ class GenerationPool:
         async with self.registry.exclusive:  # between two phases of an update, it would let the server go on
             await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
 
-    async def _finish(self, transcript: Transcript) -> None:
+    async def _finish(self, pending: PendingCompletions) -> None:
         """What one completion meets does not concern the others, which are worth having: the first failure is raised
         once all have ended."""
-        if transcript.begun:
-            work = [asyncio.create_task(self._continue(transcript, index)) for index in transcript.unfinished()]
+        if pending.begun:
+            work = [asyncio.create_task(self._continue(pending, index)) for index in pending.unfinished()]
         else:
-            work = self._begin(transcript)
+            work = self._begin(pending)
         try:
             for one in work:  # those that are added meanwhile, too
                 await asyncio.wait([one])
@@ -126,22 +126,22 @@ class GenerationPool:
                 one.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    def _begin(self, transcript: Transcript) -> list[asyncio.Task[None]]:
+    def _begin(self, pending: PendingCompletions) -> list[asyncio.Task[None]]:
         """Request the completions, all of one server, which computes their prompt once, and the rest of those that are
         interrupted, each at once: the work of which becomes more."""
 
         def take(indices: tuple[int, ...], received: Received) -> None:
-            transcript.take(indices, received)
-            for index in sorted({*indices} & {*transcript.unfinished()}):
-                work.append(asyncio.create_task(self._continue(transcript, index)))
+            pending.take(indices, received)
+            for index in sorted({*indices} & {*pending.unfinished()}):
+                work.append(asyncio.create_task(self._continue(pending, index)))
 
-        work = [asyncio.create_task(self._send(transcript, transcript.request, take))]
+        work = [asyncio.create_task(self._send(pending, pending.request, take))]
         return work
 
-    async def _give_up(self, transcript: Transcript, work: asyncio.Future[None]) -> None:
-        """End the requests of a transcript; it keeps what servers hand over. Servers that do not are taken out."""
-        self._given_up.add(transcript)
-        serving = self._open[transcript]
+    async def _give_up(self, pending: PendingCompletions, work: asyncio.Future[None]) -> None:
+        """End the requests of a pending; it keeps what servers hand over. Servers that do not are taken out."""
+        self._given_up.add(pending)
+        serving = self._open[pending]
         try:
             async with patience(_HAND_OVER_S):
                 while serving and not work.done():
@@ -153,7 +153,7 @@ class GenerationPool:
         finally:
             work.cancel()  # a request that waits for a server
             await asyncio.gather(work, return_exceptions=True)
-            self._given_up.discard(transcript)
+            self._given_up.discard(pending)
 
     async def _reported(self, servers: Iterable[Server]) -> list[ServerLoad]:
         accounted = self.counters.accounted()
@@ -162,23 +162,23 @@ class GenerationPool:
             self.counters.report(server.name, load.rollout_tokens, accounted)
         return list(loads.values())
 
-    async def _continue(self, transcript: Transcript, index: int) -> None:
+    async def _continue(self, pending: PendingCompletions, index: int) -> None:
         """Request the rest of a completion until it is finished: updates may interrupt it again and again."""
-        while index in transcript.unfinished() and not self._ending and transcript not in self._given_up:
-            request = transcript.continuation(index)
+        while index in pending.unfinished() and not self._ending and pending not in self._given_up:
+            request = pending.continuation(index)
 
             def take(_: tuple[int, ...], received: Received) -> None:
-                transcript.take([index], received)
+                pending.take([index], received)
 
-            await self._send(transcript, request, take, resubmitted=transcript.begun)
+            await self._send(pending, request, take, resubmitted=pending.begun)
 
     async def _send(
-        self, transcript: Transcript, request: GenerationRequest, take: Take, *, resubmitted: bool = False
+        self, pending: PendingCompletions, request: GenerationRequest, take: Take, *, resubmitted: bool = False
     ) -> None:
         """Have a request served by the server with the fewest completions in flight; `take` gets them as they end.
         `resubmitted`: it continues a completion that was interrupted."""
         server, left = await self._least_loaded(), request.n
-        transcript.sent = True
+        pending.sent = True
         unreadable: list[GenerationError] = []  # of a part: the others are taken all the same, and counted
 
         def taken(indices: tuple[int, ...], received: Received) -> None:
@@ -194,7 +194,7 @@ class GenerationPool:
 
         call = asyncio.ensure_future(server.client.generate(request, taken))
         server.calls.add(call)
-        self._open[transcript][request.request_id] = server
+        self._open[pending][request.request_id] = server
         server.completions += request.n
         if resubmitted:
             server.client.resubmitted_tokens += len(request.token_ids)
@@ -212,7 +212,7 @@ class GenerationPool:
         finally:
             server.calls.discard(call)
             server.completions -= left
-            del self._open[transcript][request.request_id]
+            del self._open[pending][request.request_id]
 
     async def _least_loaded(self) -> Server:
         try:

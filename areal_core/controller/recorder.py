@@ -16,11 +16,11 @@ from typing import Any
 from areal_core.api.wire import ServerLoad
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
+from areal_core.controller.core.ledger import TrajectoryLedger
+from areal_core.controller.core.notes import Ending
 from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
-from areal_core.planning.account import Explanation, explain
-from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.rollout.notes import Ending
+from areal_core.planning.bottleneck import Explanation, explain
 from areal_core.tracking.outbox import Outbox, points
 from areal_core.tracking.timeline import Span
 from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, RunStatus, RunSummary
@@ -153,7 +153,7 @@ class Recorder:
             ),  # nothing is cut short before the end
             "rollout/servers": len(loads),
             "rollout/dropped_groups": sum(dropped.values()),
-            "rollout/uniform_groups": dropped.get("uniform", 0),
+            "rollout/zero_variance_groups": dropped.get("zero_variance", 0),
             **{
                 f"rollout/{kind.drop_reason}_groups": dropped.get(kind.drop_reason, 0)
                 for kind in (RewardError, RewardTimeoutError, RewardWorkerError)

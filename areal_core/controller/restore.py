@@ -19,9 +19,9 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.errors import StorageError
 from areal_core.models.tensorfile import to_bfloat16
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import checkpoint, durable, weights
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage

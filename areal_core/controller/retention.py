@@ -11,12 +11,12 @@ from pathlib import Path
 
 from areal_core.config.schema import RunConfig
 from areal_core.controller.best import best_of
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import StorageError
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 

@@ -13,13 +13,13 @@ from aiohttp import web
 from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
+from areal_core.controller.core.notes import Ending
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.server_routes import server_routes
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
 from areal_core.rewards.messages import ANSWER_BYTES
-from areal_core.rollout.notes import Ending
 from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:

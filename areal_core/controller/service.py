@@ -25,6 +25,9 @@ from areal_core.api.scored_groups import REQUEST_LINE_BYTES
 from areal_core.controller import texts
 from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
+from areal_core.controller.core.controller import RolloutController, Signal
+from areal_core.controller.core.ledger import TrajectoryLedger
+from areal_core.controller.core.notes import Ending
 from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
@@ -39,13 +42,10 @@ from areal_core.environments.datasets import check_digests, data_set
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import advance
-from areal_core.rollout.controller import RolloutController, Signal
-from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.rollout.notes import Ending
 from areal_core.storage import durable
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
@@ -84,8 +84,8 @@ class Service:
         self.tokenizer = Tokenizer.from_folder(self.info.model_path)
         self.source: PromptSource = open_source(self.config, self.tokenizer)
         check_digests(self.info.prompts, digests(self.source))
-        if (census := getattr(self.source, "census", None)) is not None:  # of tasks that are read from files
-            self.recorder.document("census", 0, dataclasses.asdict(census))
+        if (report := getattr(self.source, "dataset_report", None)) is not None:  # of tasks that are read from files
+            self.recorder.document("dataset_report", 0, dataclasses.asdict(report))
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,
@@ -185,7 +185,7 @@ class Service:
         await runner.setup()
         url = await serving.listen(runner, self.config.launch.address, kept=self.run_dir.port_file("controller"))
         process.announce_ready(ready_file, url)
-        pulse.follow(asyncio.get_running_loop())
+        heartbeat.follow(asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -231,7 +231,7 @@ class Service:
             next_one = "evaluator"
         else:
             next_one = "generation" if running or not at_work else "trainer"
-        pulse.say(
+        heartbeat.say(
             f"version {its.versions.last()}, batch {its.last_step()} fixed, {its.admitted} groups admitted, "
             f"{running} in flight, {scored} versions scored, {at_work} servers at work",
             waits_for=next_one,

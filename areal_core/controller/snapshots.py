@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.api.scored_groups import SUFFIX
+from areal_core.controller.core.ledger import snapshot
 from areal_core.controller.payloads import PayloadStore
-from areal_core.rollout.ledger import snapshot
 from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import FileEntry
 from areal_core.storage.objects import Storage

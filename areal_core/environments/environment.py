@@ -25,7 +25,7 @@ from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, Prompt, Segment, Trajectory
 
-__all__ = ["Environment", "Policy", "Setting", "Verdict", "Verifier", "given", "sampled", "side_by_side"]
+__all__ = ["EnvContext", "Environment", "Policy", "Verdict", "Verifier", "given", "sampled", "side_by_side"]
 
 
 class Policy(Protocol):
@@ -54,7 +54,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class EnvContext:
     """What an environment is made from: its class is called with it."""
 
     environment: EnvironmentConfig

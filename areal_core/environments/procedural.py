@@ -89,7 +89,7 @@ def procedural(task: Prompt, completion: str, isolation: str = "confined") -> Ve
     if reply.status != "done":  # raised: the data set has no score for it
         return Verdict.of(Outcome.UNPARSABLE if reply.status == "raised" else Outcome.TIMED_OUT, answer)
     score = min(max(0.0, reply.value), 1.0) if isinstance(reply.value, float) else 0.0
-    return Verdict(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score, answer)
+    return Verdict(Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT, score, answer)
 
 
 def procedural_share(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:

@@ -113,9 +113,9 @@ class Programs:
             if result.status is not Status.FINISHED:
                 return _of(result)
             if not same_output(expected, result.stdout.decode(errors="replace")):
-                return Outcome.WRONG
+                return Outcome.INCORRECT
             wall_s, cpu_s = wall_s + result.wall_s, cpu_s + result.cpu_s
-        return Outcome.RIGHT
+        return Outcome.CORRECT
 
     def _calls(self, sources: Sequence[str], tests: Calls) -> Outcome | None:
         job = {"kind": "serve", "sources": sources, "before": None, "entry": tests.fn_name}
@@ -127,8 +127,8 @@ class Programs:
                 if not (said := program.receive() or "").startswith("value "):
                     return _ended(program, said)
                 if not same_value(expected, said.removeprefix("value ")):
-                    return Outcome.WRONG
-        return Outcome.RIGHT
+                    return Outcome.INCORRECT
+        return Outcome.CORRECT
 
     def _check(self, sources: Sequence[str], tests: Check) -> Outcome | None:
         """The checker's calls go to the program, and the program's values to the checker, which alone reads them."""
@@ -153,8 +153,8 @@ class Programs:
                     return _ended(program, said)
                 checker.send(said)
             if call == "passed":
-                return Outcome.RIGHT
-            return Outcome.WRONG if call == "failed" else _ended(checker, call)
+                return Outcome.CORRECT
+            return Outcome.INCORRECT if call == "failed" else _ended(checker, call)
 
     def _limits(self, expected_bytes: int, cpu_s: float = 0.0, wall_s: float = 0.0) -> Limits:
         """What is left of a program's time after these seconds."""
@@ -169,11 +169,11 @@ def _ended(running: Running, said: str | None) -> Outcome | None:
     """Of a program that says no more, or what it should not."""
     if said == "unparsable":
         return Outcome.UNPARSABLE
-    return Outcome.WRONG if said else _of(running.finish())
+    return Outcome.INCORRECT if said else _of(running.finish())
 
 
 def _of(result: Result) -> Outcome | None:
-    return None if result.status is Status.OVERDUE else _FOUND.get(result.status, Outcome.WRONG)
+    return None if result.status is Status.OVERDUE else _FOUND.get(result.status, Outcome.INCORRECT)
 
 
 def read_tests(answer: str) -> Scripts | Calls | Check:

@@ -1,4 +1,4 @@
-"""The prompts of one file, and the census of its other rows."""
+"""The prompts of one file, and the dataset report of its other rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments.census import FileCensus, LeftOut, Reason
+from areal_core.environments.dataset_report import FileReport, LeftOut, Reason
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.row_filters import SuccessRates, overlapping, same
 from areal_core.environments.row_schema import Schema
@@ -19,7 +19,7 @@ from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 3  # bad rows, in the log and the census
+_NAMED = 3  # bad rows, in the log and the dataset report
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class PromptFile:
         *,
         rates: SuccessRates | None = None,
     ) -> None:
-        self._name, self._census = name, FileCensus(path)
+        self._name, self._report = name, FileReport(path)
         self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
         self._seen: set[bytes] = set()  # hashes of texts and gold answers
         self.entries: list[Entry] = []
         for row in read_rows(name, path):
-            self._census.rows += 1
+            self._report.rows += 1
             try:
                 self.entries.append(self._prompt(row))
             except LeftOut as found:
@@ -60,26 +60,26 @@ class PromptFile:
         """Leave out what equals one of these texts, or shares a run of words with one."""
         overlaps = overlapping([entry.question for entry in self.entries], reserved)
         if any(overlaps):
-            self._census.leave_out(Reason.OVERLAPPING, sum(overlaps))
+            self._report.leave_out(Reason.OVERLAPPING, sum(overlaps))
         self.entries = [entry for entry, overlaps in zip(self.entries, overlaps, strict=True) if not overlaps]
 
-    def close(self) -> FileCensus:
+    def close(self) -> FileReport:
         """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
-        census = self._census
-        census.prompts = len(self.entries)
+        report = self._report
+        report.prompts = len(self.entries)
         if not self.entries:
-            raise ConfigError(f"{self._name}: there is no prompt in {census}")
-        logger.log(logging.WARNING if census.bad else logging.INFO, "%s: %s", self._name, census)
-        return census
+            raise ConfigError(f"{self._name}: there is no prompt in {report}")
+        logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
+        return report
 
     def _leave_out(self, row: Row, found: LeftOut) -> None:
-        self._census.leave_out(found.reason)
+        self._report.leave_out(found.reason)
         if not found.reason.is_bad:
             return
         if self._task.bad_rows == "refuse":
-            raise ConfigError(f"{self._name}: {self._census.path}, {row.place}: {found}") from found
-        if len(self._census.bad) < _NAMED:
-            self._census.bad.append(f"{row.place}: {found}")
+            raise ConfigError(f"{self._name}: {self._report.path}, {row.place}: {found}") from found
+        if len(self._report.bad) < _NAMED:
+            self._report.bad.append(f"{row.place}: {found}")
 
     def _prompt(self, row: Row) -> Entry:
         """The prompt of a row. Raises LeftOut. What costs least is asked first: a file may repeat itself many times."""

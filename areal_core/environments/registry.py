@@ -10,7 +10,7 @@ from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import Environment, Setting, Verdict, Verifier
+from areal_core.environments.environment import EnvContext, Environment, Verdict, Verifier
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
@@ -20,7 +20,7 @@ from areal_core.environments.verifiers import VERIFIERS
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
-ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
+ENVIRONMENTS: dict[str, Callable[[EnvContext], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 
 
 def _confined(verify: Callable[..., Verdict], environment: EnvironmentConfig) -> Verifier:
@@ -43,7 +43,7 @@ def open_environment(
     """The environment that `config` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
     naming the field, for one that can't be found."""
     make = find("environment.name", config.environment.name, ENVIRONMENTS)
-    setting = Setting(
+    context = EnvContext(
         environment=config.environment,
         task=config.task,
         algorithm=config.algorithm,
@@ -53,7 +53,7 @@ def open_environment(
         on_failure=on_failure,
     )
     try:
-        return make(setting)
+        return make(context)
     except ModelError as error:
         raise ConfigError(f"environment: {error}") from error
 

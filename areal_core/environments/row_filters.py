@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments.census import LeftOut, Reason
+from areal_core.environments.dataset_report import LeftOut, Reason
 from areal_core.environments.row_schema import Field, Fields
 from areal_core.environments.rows import read_rows
 from areal_core.errors import ConfigError

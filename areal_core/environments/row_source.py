@@ -1,6 +1,6 @@
 """Prompts from the rows of two files: one to train on, and one that is held out.
 
-    file -> rows -> what they ask, their gold answers, their tokens -> prompts, and a census of all other rows
+    file -> rows -> what they ask, their gold answers, their tokens -> prompts, and a report of all other rows
 
 `rows` reads, `row_schema` says what fields mean, `row_filters` what is not trained on, and `prompt_file` does all of
 this for one file.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.census import Census
+from areal_core.environments.dataset_report import DatasetReport
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.prompt_file import PromptFile
@@ -44,7 +44,7 @@ class RowSource:
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
         held_out = PromptFile("task.held_out_path", task.held_out_path, held_out_schema, task, dialogue)
-        self.census = Census(training=None, held_out=held_out.close())
+        self.report = DatasetReport(training=None, held_out=held_out.close())
         self._held_out = [entry.prompt for entry in held_out.entries[: task.held_out]]
         self._prompts: list[Prompt] = []
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
@@ -52,7 +52,7 @@ class RowSource:
             training = PromptFile("task.path", task.path, schema, task, dialogue, rates=SuccessRates(task))
             questions = [entry.question for entry in held_out.entries]
             training.leave_out_overlapping([*questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)])
-            self.census.training = training.close()
+            self.report.training = training.close()
             self._prompts = [entry.prompt for entry in training.entries]
             self.digests["task.path"] = prompts_digest(self._prompts)
         self._seed = config.seed

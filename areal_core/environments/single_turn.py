@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_core.environments.environment import Policy, Setting, given, sampled, side_by_side
+from areal_core.environments.environment import EnvContext, Policy, given, sampled, side_by_side
 from areal_core.types import Prompt, Trajectory
 
 
@@ -10,8 +10,8 @@ class SingleTurn:
     """One completion a trajectory. Of one that was cut off, and so is wrong, the trainer decides whether it is left out
     of the loss too (algorithm.truncated)."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, context: EnvContext) -> None:
+        self._setting = context
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
         return await side_by_side(self._rollout(task, policy) for _ in range(n))

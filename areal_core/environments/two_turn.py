@@ -7,7 +7,7 @@ The first try stays in the trajectory, and in the loss: the reward is the trajec
 
 from __future__ import annotations
 
-from areal_core.environments.environment import Policy, Setting, Verdict, given, sampled, side_by_side
+from areal_core.environments.environment import EnvContext, Policy, Verdict, given, sampled, side_by_side
 from areal_core.types import Outcome, Prompt, Trajectory
 
 
@@ -15,10 +15,10 @@ class TwoTurn:
     """A trajectory that is right at the first try earns the full reward, at the second `environment.retry_score` of
     it. A try that was cut off is wrong, and where no room is left for another the trajectory ends there."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._message = setting.environment.retry_message
-        setting.dialogue.message(self._message, ())  # raises for what can't be spelt
+    def __init__(self, context: EnvContext) -> None:
+        self._setting = context
+        self._message = context.environment.retry_message
+        context.dialogue.message(self._message, ())  # raises for what can't be spelt
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
         return await side_by_side(self._rollout(task, policy) for _ in range(n))
@@ -27,7 +27,7 @@ class TwoTurn:
         [first] = await policy.sample(task.token_ids)
         segments = [given(task.token_ids), sampled(first)]
         verdict = self._setting.judge(task, first)
-        if verdict.outcome is Outcome.RIGHT or verdict.score is None:
+        if verdict.outcome is Outcome.CORRECT or verdict.score is None:
             return self._setting.trajectory(segments, verdict, first)
         message = self._setting.dialogue.message(self._message, first.token_ids.tolist())
         text = (*task.token_ids, *first.token_ids.tolist(), *message)

@@ -38,7 +38,7 @@ class Verdict:
     @classmethod
     def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
         """1 for a right completion, no result where the verifier failed, 0 for all else."""
-        return cls(outcome, None if outcome is Outcome.FAILED else float(outcome is Outcome.RIGHT), answer)
+        return cls(outcome, None if outcome is Outcome.FAILED else float(outcome is Outcome.CORRECT), answer)
 
     @classmethod
     def read(cls, found: object) -> Verdict:
@@ -46,7 +46,7 @@ class Verdict:
         Raises ValueError for anything else, and for a score that is not from 0 to 1."""
         if not isinstance(found, Verdict):
             score = _score(found)
-            return cls(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score)
+            return cls(Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT, score)
         outcome, score = Outcome(found.outcome), None if found.score is None else _score(found.score)
         if (outcome is Outcome.FAILED) != (score is None):
             raise ValueError(f"a Verdict has no score where its outcome is failed, and only there; got {found!r:.200}")
@@ -82,7 +82,7 @@ class Judge:
         """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
         Raises RewardError where the verifier does."""
         if truncated and not self._verify_truncated:
-            return Verdict.of(Outcome.WRONG)
+            return Verdict.of(Outcome.INCORRECT)
         if _apart is not None:
             return _apart(task, text)
         global _now

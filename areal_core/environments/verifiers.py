@@ -23,7 +23,7 @@ def mathematics(task: Prompt, completion: str) -> Verdict:
         return Verdict.of(Outcome.NO_ANSWER)
     if not answer or len(answer) > _LONGEST or not balanced(read := normalised(answer)):
         return Verdict.of(Outcome.UNPARSABLE)
-    return Verdict.of(Outcome.RIGHT if compared(task.answer, answer) else Outcome.WRONG, " ".join(read.split()))
+    return Verdict.of(Outcome.CORRECT if compared(task.answer, answer) else Outcome.INCORRECT, " ".join(read.split()))
 
 
 VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics}

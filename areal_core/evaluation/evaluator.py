@@ -27,7 +27,7 @@ from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import problem_row, scored
 from areal_core.evaluation.servers import open_servers
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
@@ -62,7 +62,7 @@ class Evaluator:
                 self._tokenizer,
                 self.judges,
                 version=version.version,
-                on_record=lambda _: pulse.progressed(),
+                on_record=lambda _: heartbeat.progressed(),
             )
             if not collector.over:
                 await self.servers.work_on(collector, version)
@@ -92,7 +92,7 @@ async def evaluate(run: RunDir) -> None:
     evaluator = Evaluator(run)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
-    pulse.follow(asyncio.get_running_loop())
+    heartbeat.follow(asyncio.get_running_loop())
     try:
         await _score_all(evaluator, controller, timeline)
     finally:
@@ -104,12 +104,12 @@ async def _score_all(evaluator: Evaluator, controller: ControllerClient, timelin
     more = True
     while more:
         try:
-            with pulse.waiting("controller-0", "no version to score"):
+            with heartbeat.waiting("controller-0", "no version to score"):
                 version = await asyncio.to_thread(controller.next_evaluation)
         except RunFinished:
             return
         logs.at_step(version.version)
-        pulse.say(f"version {version.version}: scoring")
+        heartbeat.say(f"version {version.version}: scoring")
         start = time.monotonic()
         evaluation, table = await evaluator.score(version)
         timeline.span("evaluate", start, time.monotonic(), version.version)

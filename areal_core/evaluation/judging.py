@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
+from areal_core.environments.failures import Failures
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.rewards import apart
 from areal_core.rewards.pool import RewardPool
-from areal_core.rollout.failures import Failures
 from areal_core.types import Outcome, Prompt
 
 _TOGETHER = 32  # problems in a message, at most

@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def right(self) -> bool:
-        return self.outcome is Outcome.RIGHT
+        return self.outcome is Outcome.CORRECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

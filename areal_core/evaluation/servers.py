@@ -20,7 +20,7 @@ from areal_core.evaluation.sampling import Collector
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.engine import ServedEngine, read_version
 from areal_core.generation.engines.registry import make_engine
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 from areal_core.models.spec import read_spec
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
@@ -83,7 +83,7 @@ class OwnEngine:
         """Step the engine until nobody waits for it."""
         try:
             while self._finished:
-                pulse.progressed()
+                heartbeat.progressed()
                 for generation in self._engine.step():
                     ended = self._ended.setdefault(request_id := generation.request.request_id, {})
                     ended.update(generation.completions)
@@ -111,7 +111,7 @@ class OwnServers:
         """Nothing is left: a server loads what it is told to."""
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
-        with pulse.waiting(self._role, f"version {version.version}: scoring"):
+        with heartbeat.waiting(self._role, f"version {version.version}: scoring"):
             await asyncio.gather(*(self._work_on(index, collector, version) for index in range(self._count)))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
@@ -155,10 +155,10 @@ class BorrowedServer:
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         while not collector.over:
-            with pulse.waiting("controller-0", f"version {version.version}: no server to borrow"):
+            with heartbeat.waiting("controller-0", f"version {version.version}: no server to borrow"):
                 server = await self._borrow()
             try:
-                with pulse.waiting(server.name, f"version {version.version}: scoring"):
+                with heartbeat.waiting(server.name, f"version {version.version}: scoring"):
                     await _score(
                         server.url,
                         self._config,

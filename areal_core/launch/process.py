@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 from areal_core.storage.rundir import write_json
 
 LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode tells it from a reused number
@@ -45,7 +45,7 @@ def adopt(ready_file: Path | None = None) -> None:
 
     When the parent goes, this process gets SIGTERM (possibly twice: once for each tie) and, with a lifeline, SIGKILL
     AREAL_GRACE_S later. One that can't find the lifeline that it was given ends here, with SystemExit. `ready_file` is
-    where `announce_ready` will write: what an earlier process left is removed. Its name is that of the pulse, which
+    where `announce_ready` will write: what an earlier process left is removed. Its name is that of the heartbeat, which
     begins here.
     """
     faulthandler.enable()  # a crash in native code leaves its stack in the log
@@ -59,8 +59,8 @@ def adopt(ready_file: Path | None = None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
     for fd in lifeline:
         threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()
-    if ready_file is not None and pulse.FOLDER in os.environ:
-        pulse.start(Path(os.environ[pulse.FOLDER]) / ready_file.stem)
+    if ready_file is not None and heartbeat.FOLDER in os.environ:
+        heartbeat.start(Path(os.environ[heartbeat.FOLDER]) / ready_file.stem)
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
@@ -140,7 +140,7 @@ def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
 def announce_ready(path: Path | None, url: str | None = None) -> None:
     """Tell the launcher that this process is ready for work, and where it listens if it is a server."""
     if path is not None:
-        pulse.ready()
+        heartbeat.ready()
         write_json(path, {"pid": os.getpid(), "url": url})
 
 

@@ -3,7 +3,7 @@
 A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
 file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
 killed first. All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor looks
-at ready files, logs and starts that take too long; once a second it looks at pulses. `areal_core.launch.process` is
+at ready files, logs and starts that take too long; once a second it looks at heartbeats. `areal_core.launch.process` is
 the child's side.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError, UserCodeError
-from areal_core.launch import children, logs, process, pulse
+from areal_core.launch import children, heartbeat, logs, process
 from areal_core.launch.restarts import RestartBudget
 from areal_core.launch.sweeper import end_marked, poll
 from areal_core.launch.watchdog import Looks, Watchdog, is_stopped
@@ -252,12 +252,12 @@ class Supervisor:
 
     def _leave_stacks(self) -> None:
         for child in self._children.values():
-            if child.ready and child.watchdog.has_pulse:
+            if child.ready and child.watchdog.has_heartbeat:
                 self._stacks(child)
 
     def _stacks(self, child: _Member) -> str:
         """Have a process write the stacks of its threads into its log, within seconds; what became of it. One that has
-        a pulse has a handler for the signal."""
+        a heartbeat has a handler for the signal."""
         if is_stopped(child.process.pid):
             return "its stacks can't be told"
         path, deadline = child.process.log.path, time.monotonic() + _STACKS_S
@@ -282,7 +282,7 @@ class Supervisor:
             ATTEMPT: attempt,
             logs.FORMAT: self.launch.log_format,
             logs.INDEX: str(index),
-            pulse.FOLDER: str(self.run_dir.pulses),
+            heartbeat.FOLDER: str(self.run_dir.heartbeats),
         }
         path = self.run_dir.log_file(name, index)
         try:
@@ -297,7 +297,7 @@ class Supervisor:
         except OSError as error:
             raise ProcessError(f"{name}-{index} can't be started: {error}") from error
         deadline = time.monotonic() + self.launch.start_timeout_s if spec.announces else math.inf
-        watchdog = Watchdog(self.run_dir.pulse_file(name, index), started.pid, self.launch)
+        watchdog = Watchdog(self.run_dir.heartbeat_file(name, index), started.pid, self.launch)
         self._children[index] = _Member(index, attempt, started, deadline, watchdog)
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
             if spec.cpus:
@@ -339,7 +339,7 @@ class Supervisor:
         if self.spec.sessions:
             end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
         del self._children[child.index]
-        self.run_dir.pulse_file(self.spec.name, child.index).unlink(missing_ok=True)
+        self.run_dir.heartbeat_file(self.spec.name, child.index).unlink(missing_ok=True)
         self._forward_log(child)
         return code
 

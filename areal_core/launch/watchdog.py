@@ -1,4 +1,4 @@
-"""The launcher's look at the pulses of processes: which one is stopped or hangs, and what can be said of it.
+"""The launcher's look at the heartbeats of processes: which one is stopped or hangs, and what can be said of it.
 
     liveness    a process has no beat: it is stopped, or the kernel holds it (launch.liveness_timeout_s)
     progress    it is busy, and what it says of its work does not change, or its event loop does not turn
@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from areal_core.config.schema import LaunchConfig
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Heartbeat
 
 SPECTATORS = ("tracker-", "rendezvous-", "files-")  # nothing waits for them
 LOOK_S = 1.0  # between two looks
@@ -42,23 +42,23 @@ class Looks:
 
 
 class Watchdog:
-    """Watches one process from its start on. Says nothing of one that has never had a pulse."""
+    """Watches one process from its start on. Says nothing of one that has never had a heartbeat."""
 
     def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
         self._file = file
         self._pid = pid
         self._launch = launch
-        self._last: Pulse | None = None
+        self._last: Heartbeat | None = None
         self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
         self.still_s = 0.0  # since it has last got on
 
     @property
-    def has_pulse(self) -> bool:
+    def has_heartbeat(self) -> bool:
         return self._last is not None
 
     def look(self, elapsed_s: float) -> str | None:
         """How it hangs, in words that follow its name; None while it does not. `elapsed_s`: since the last look."""
-        now, before = pulse.read(self._file), self._last
+        now, before = heartbeat.read(self._file), self._last
         if now is None or now.pid != self._pid:
             now = before  # none yet, or half written
         if now is None:
@@ -72,7 +72,7 @@ class Watchdog:
         self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
         return self._hangs(now)
 
-    def _hangs(self, now: Pulse) -> str | None:
+    def _hangs(self, now: Heartbeat) -> str | None:
         liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
         state, said = kernel_state(self._pid), described(now)
         if self._silent_s > liveness_s:
@@ -87,7 +87,7 @@ class Watchdog:
 
 
 class Standstill:
-    """Watches all processes of a run, on whatever machine, by their pulses in its folder."""
+    """Watches all processes of a run, on whatever machine, by their heartbeats in its folder."""
 
     def __init__(self, folder: Path, launch: LaunchConfig) -> None:
         self._folder = folder
@@ -99,26 +99,26 @@ class Standstill:
     def look(self, elapsed_s: float) -> str | None:
         """How the run stands still; None while it does not. One process that is busy, silent or waiting for the store
         is enough for that: the first two have watchdogs of their own, and the store's requests have bounds."""
-        pulses = self._alive(elapsed_s)
+        heartbeats = self._alive(elapsed_s)
         waits = all(
-            said.waits_for not in (None, pulse.STORE) and self._beats[name][1] <= _BEATS_S
-            for name, said in pulses.items()
+            said.waits_for not in (None, heartbeat.STORE) and self._beats[name][1] <= _BEATS_S
+            for name, said in heartbeats.items()
         )
-        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in pulses.items()}
-        self._still_s = self._still_s + elapsed_s if pulses and waits and self._last == before else 0.0
+        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in heartbeats.items()}
+        self._still_s = self._still_s + elapsed_s if heartbeats and waits and self._last == before else 0.0
         if self._still_s <= self._launch.stall_timeout_s:
             return None
-        first = "trainer-0" if "trainer-0" in pulses else "controller-0"
+        first = "trainer-0" if "trainer-0" in heartbeats else "controller-0"
         return (
             f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): "
-            f"{chain(pulses, first)}"
+            f"{chain(heartbeats, first)}"
         )
 
-    def _alive(self, elapsed_s: float) -> dict[str, Pulse]:
+    def _alive(self, elapsed_s: float) -> dict[str, Heartbeat]:
         """Those whose last beat is not too old, but for spectators."""
-        living: dict[str, Pulse] = {}
+        living: dict[str, Heartbeat] = {}
         for file in self._folder.iterdir():
-            name, said = file.name, pulse.read(file)
+            name, said = file.name, heartbeat.read(file)
             if said is None or name.startswith(SPECTATORS):
                 continue
             beats, silent_s = self._beats.get(name, (0, 0.0))
@@ -129,7 +129,7 @@ class Standstill:
         return living
 
 
-def described(said: Pulse) -> str:
+def described(said: Heartbeat) -> str:
     """What a process has said of itself, in words."""
     return said.doing if said.waits_for is None else f"{said.doing}, waiting for {said.waits_for}"
 
@@ -147,23 +147,23 @@ def is_stopped(pid: int) -> bool:
     return kernel_state(pid).startswith(("T", "t"))
 
 
-def chain(pulses: Mapping[str, Pulse], first: str) -> str:
+def chain(heartbeats: Mapping[str, Heartbeat], first: str) -> str:
     """The chain of who waits for whom, from the process `first` on, in words; its last link is what stands still.
 
-    `pulses` by the names of processes. A part of the run that several processes are, "generation", is the first of
+    `heartbeats` by the names of processes. A part of the run that several processes are, "generation", is the first of
     them that is busy, or the first.
     """
     links: list[str] = []
     name: str | None = first
-    while name is not None and name in pulses and all(not link.startswith(f"{name} ") for link in links):
-        said = pulses[name]
+    while name is not None and name in heartbeats and all(not link.startswith(f"{name} ") for link in links):
+        said = heartbeats[name]
         links.append(f"{name} {described(said)}")
-        name = _meant(said.waits_for, pulses)
+        name = _meant(said.waits_for, heartbeats)
     return "; ".join(links)
 
 
-def _meant(waits_for: str | None, pulses: Mapping[str, Pulse]) -> str | None:
-    if waits_for is None or waits_for in pulses:
+def _meant(waits_for: str | None, heartbeats: Mapping[str, Heartbeat]) -> str | None:
+    if waits_for is None or waits_for in heartbeats:
         return waits_for
-    ones = sorted(name for name in pulses if name.rpartition("-")[0] == waits_for)
-    return next((name for name in ones if pulses[name].waits_for is None), ones[0] if ones else None)
+    ones = sorted(name for name in heartbeats if name.rpartition("-")[0] == waits_for)
+    return next((name for name in ones if heartbeats[name].waits_for is None), ones[0] if ones else None)

@@ -82,6 +82,8 @@ class Run:
         )
         self._info = run_dir.numbered(self._owned.number)
         run_dir.forget_ready()
+        if not self.config.admits_machines:
+            run_dir.forget_ports()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
         self._registration = ServerRegistration(
             run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
@@ -296,7 +298,7 @@ class Run:
 
     def _watch(self) -> None:
         """Fail a run whose processes all wait for each other, and one whose disk is nearly full."""
-        standstill, looks = Standstill(self.run_dir.pulses, self.config.launch), Looks()
+        standstill, looks = Standstill(self.run_dir.heartbeats, self.config.launch), Looks()
         disk = disk_space(self.run_dir, self.config, self._log)
         while not self._stop_servers.wait(POLL_S):
             disk.look()

@@ -5,7 +5,7 @@
     token                    what every request to a process of the run carries; its user alone can read it
     run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
-    pulse/<role>-<index>     what a process says of itself; see areal_core.launch.pulse
+    heartbeat/<role>-<index>     what a process says of itself; see areal_core.launch.heartbeat
     logs/<role>-<index>.log
     controller-port  files-port  ports that the controller and the data server keep
     ledger.sqlite  outbox.sqlite
@@ -66,7 +66,7 @@ class RunDir:
     launcher_lock = _Below("lock")  # that a launcher holds while it runs the run
     copy_file = _Below("copy.json")  # on another machine than the head node (run.remote.copied)
     ready = _Below("ready")
-    pulses = _Below("pulse")
+    heartbeats = _Below("heartbeat")
     logs = _Below("logs")
     weights = _Below("weights")
     payloads = _Below("payloads")
@@ -86,7 +86,7 @@ class RunDir:
         if not run.token_file.exists():  # processes and machines of an earlier launcher may know one
             run.keep_token(secrets.token_urlsafe(32))
         run.copy_file.unlink(missing_ok=True)
-        for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
+        for folder in (run.ready, run.heartbeats, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict(), synced=True)
         write_json(run.root / "run.json", dataclasses.asdict(info), synced=True)
@@ -127,8 +127,8 @@ class RunDir:
     def ready_file(self, role: str, index: int = 0) -> Path:
         return self.ready / f"{role}-{index}.json"
 
-    def pulse_file(self, role: str, index: int = 0) -> Path:
-        return self.pulses / f"{role}-{index}"
+    def heartbeat_file(self, role: str, index: int = 0) -> Path:
+        return self.heartbeats / f"{role}-{index}"
 
     def log_file(self, role: str, index: int = 0) -> Path:
         return self.logs / f"{role}-{index}.log"
@@ -148,9 +148,13 @@ class RunDir:
             return None
 
     def forget_ready(self) -> None:
-        """Remove the ready files that processes of an earlier launcher have left, and their pulses."""
-        for file in (*self.ready.iterdir(), *self.pulses.glob("*")):
+        """Remove the ready files that processes of an earlier launcher have left, and their heartbeats."""
+        for file in (*self.ready.iterdir(), *self.heartbeats.glob("*")):
             file.unlink(missing_ok=True)
+
+    def forget_ports(self) -> None:
+        """Let the controller choose another port: no process of the run, here or elsewhere, knows the last one."""
+        self.port_file("controller").unlink(missing_ok=True)
 
     def controller_url(self) -> str | None:
         """Where the controller listens; None while it is not ready."""

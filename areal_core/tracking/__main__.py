@@ -19,7 +19,7 @@ def main() -> int:
     # Blocked, and taken only while the forwarder waits: a signal interrupts nothing, and none is lost in the seconds of
     # imports, which come after, since they start threads and a signal goes to any thread that does not block it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    from areal_core.launch import logs, pulse
+    from areal_core.launch import heartbeat, logs
     from areal_core.launch.process import adopt, announce_ready
     from areal_core.storage.rundir import RunDir
     from areal_core.tracking.forwarder import Forwarder
@@ -39,7 +39,7 @@ def main() -> int:
     outbox = Outbox(run_dir.outbox, info.run_id)
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)
     announce_ready(ready_file)
-    pulse.say("sending what the outbox holds", waits_for="MLflow")  # whose requests have bounds of their own
+    heartbeat.say("sending what the outbox holds", waits_for="MLflow")  # whose requests have bounds of their own
     return 0 if forwarder.run(_stop_signal_within) else 128 + signal.SIGTERM
 
 

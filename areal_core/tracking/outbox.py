@@ -28,7 +28,9 @@ from typing import Any, Literal, get_args
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal["census", "config", "evaluation", "model", "staleness_histogram", "summary", "trajectories"]
+DocumentKind = Literal[
+    "dataset_report", "config", "evaluation", "model", "staleness_histogram", "summary", "trajectories"
+]
 LabelKind = Literal["param", "tag"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -141,7 +143,7 @@ class Outbox:
         - evaluation: {"file": path}, JSON. It becomes a table with a row for each problem; `step` is the version.
         - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
         - summary: the fields of RunSummary. They become a file and a few final metrics.
-        - config, census: what a file of that name holds.
+        - config, dataset_report: what a file of that name holds.
         - model: {"name", "url", "run", "version", "accuracy", "held_out"}. It becomes a version of a registered model.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.

@@ -39,7 +39,7 @@ class Measured:
     staleness: Counter[int]  # sampled tokens by the version trained on - the one that sampled them
     trained_tokens: float  # of the sequences that were trained on, prompts included
     flops: float  # model FLOPs
-    mismatch: float | None  # k3 of trainer against generator, nats a token; None: not measured
+    train_inference_kl: float | None  # k3 of trainer against generator, nats a token; None: not measured
     summing_s: float  # seconds of the sums over ranks: nearly all of it is waiting for ranks that still compute
 
 
@@ -82,7 +82,7 @@ class StepMeter:
             staleness=Counter({lag: int(count) for lag, count in enumerate(total) if count}),
             trained_tokens=all_tokens,
             flops=all_flops,
-            mismatch=self._mismatch(batch, stats) if self._reports else None,
+            train_inference_kl=self._train_inference_kl(batch, stats) if self._reports else None,
         )
 
     def values(
@@ -107,18 +107,18 @@ class StepMeter:
             values["throughput/mfu"] = measured.flops / (busy_s * peak)
         if not config.emulated:
             values["memory/trainer_peak_gib"] = peak_memory_bytes(self._device) / 2**30
-        return values | step_metrics(manifest, stats, measured.staleness, measured.mismatch)
+        return values | step_metrics(manifest, stats, measured.staleness, measured.train_inference_kl)
 
-    def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
+    def _train_inference_kl(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
         else, every `tracking.table_every` steps, over a sample of the newest tokens whose version is still stored."""
         sharded = self._config.zero_stage == 3  # no rank can hold a whole model
-        if stats.mismatch_kl is not None or batch.step % self._config.tracking.table_every or sharded:
-            return stats.mismatch_kl
+        if stats.train_inference_kl is not None or batch.step % self._config.tracking.table_every or sharded:
+            return stats.train_inference_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
             try:
                 published = weights.read_manifest(weights.version_folder(self._store, number))
-                total, tokens = self._engine.mismatch(batch, weights.load(published), number)
+                total, tokens = self._engine.train_inference_kl(batch, weights.load(published), number)
             except StorageError:
                 continue  # released meanwhile, or the base, which is a model folder
             if tokens:
@@ -127,10 +127,12 @@ class StepMeter:
 
 
 def step_metrics(
-    manifest: BatchManifest, stats: StepStats, staleness: Counter[int], mismatch: float | None
+    manifest: BatchManifest, stats: StepStats, staleness: Counter[int], train_inference_kl: float | None
 ) -> dict[str, float]:
-    """The metrics of one step. staleness: sampled tokens of the batch by their staleness, versions. mismatch: k3 of
-    trainer against generator, nats; None where it was not measured."""
+    """The metrics of one step. staleness: sampled tokens of the batch by their staleness, versions.
+
+    train_inference_kl: of trainer against generation server, nats a token; None where it was not measured.
+    """
     token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
     sampled = sum(sum(group.lengths) for group in manifest.groups)
     queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
@@ -141,6 +143,6 @@ def step_metrics(
         "staleness/in_flight_mean": token_mean - queued / sampled,
         "staleness/token_max": max(staleness, default=0),
     }
-    if mismatch is not None:
-        values["mismatch/k3"] = mismatch
+    if train_inference_kl is not None:
+        values["policy/train_inference_kl"] = train_inference_kl
     return values

@@ -25,7 +25,7 @@ from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, RunFinished
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 from areal_core.models import hub
 from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
 from areal_core.models.arrays import read_arrays
@@ -99,7 +99,7 @@ class Trainer:
         while self.step < steps:
             waiting_since = time.monotonic()
             try:
-                with pulse.waiting("controller-0", f"step {self.step + 1}: no batch yet"):
+                with heartbeat.waiting("controller-0", f"step {self.step + 1}: no batch yet"):
                     manifest, batch = feed.next(self.publisher.check if self.publisher else lambda: None)
             except RunFinished as ending:
                 reason = str(ending)
@@ -110,7 +110,7 @@ class Trainer:
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are assembled
                 # anew (a new incarnation): no rank may fetch one before.
-                with pulse.waiting("trainer", f"step {self.step}: it is made again"), self.ranks.held_up():
+                with heartbeat.waiting("trainer", f"step {self.step}: it is made again"), self.ranks.held_up():
                     if self.publisher is not None:
                         self.publisher.drain()
                 self._meet()
@@ -128,7 +128,7 @@ class Trainer:
     def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
         times = StepTimes(waiting_since=waiting_since, start=time.monotonic())
         logs.at_step(manifest.step)
-        pulse.say(f"step {manifest.step}: training")
+        heartbeat.say(f"step {manifest.step}: training")
         self.timeline.span("wait", waiting_since, times.start, manifest.step)
         stats = self._learn(batch, times)
         self.step = manifest.step
@@ -137,7 +137,7 @@ class Trainer:
         if self.config.sleeps and self._device.type == "cuda":
             torch.cuda.empty_cache()  # publishing wakes the servers on this device
         if self.publisher is not None:
-            with pulse.waiting("controller-0", f"step {self.step}: publishing"):
+            with heartbeat.waiting("controller-0", f"step {self.step}: publishing"):
                 self.publisher.publish(self.step, tensors)
         if self.step % self.config.training.checkpoint_every == 0:
             self._checkpoint()
@@ -267,7 +267,10 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self.publisher is not None:
-            with pulse.waiting(pulse.STORE, f"step {self.step}: a checkpoint is being written"), self.ranks.held_up():
+            with (
+                heartbeat.waiting(heartbeat.STORE, f"step {self.step}: a checkpoint is being written"),
+                self.ranks.held_up(),
+            ):
                 self.publisher.make_room()
         self._meet()
         state = self.engine.state()
@@ -277,7 +280,7 @@ class Trainer:
 
     def _meet(self) -> None:
         """Wait for ranks that are held up, as long as these are."""
-        with pulse.waiting("trainer", "all ranks meet"):
+        with heartbeat.waiting("trainer", "all ranks meet"):
             self.ranks.meet()
 
     def _finish(self, reason: str) -> None:
@@ -286,7 +289,7 @@ class Trainer:
         if self.step != self._saved:
             self._checkpoint()
         tensors = self.engine.weights()
-        with pulse.waiting(pulse.STORE, "saving the last checkpoint and the model"):
+        with heartbeat.waiting(heartbeat.STORE, "saving the last checkpoint and the model"):
             if self.publisher is not None:
                 self.publisher.settle()
                 model = "" if reason == STOPPED else self._save_model(tensors)

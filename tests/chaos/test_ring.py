@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.types import PolicyVersion
 from tests.support.runs import Launched, tiny
 

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import MODEL_NAME, join_completions, version_name
 from areal_core.controller.pool import GenerationPool
 from areal_core.errors import ServerLostError
@@ -96,17 +96,17 @@ async def test_interrupted_completions_go_on_under_the_new_version(client, adapt
     await client.load_version(adapters.versions[1], "resubmit")
     pool = GenerationPool(completions_per_server=SLOTS, interruption=interruption, token=TOKEN, adapters=True)
     await pool.join("server", server.url, lambda: adapters.versions[1])
-    transcript = Transcript(request("long", n=2, max_tokens=60, stop_token_ids=()))
+    pending = PendingCompletions(request("long", n=2, max_tokens=60, stop_token_ids=()))
     with server.slowed():
-        work = asyncio.ensure_future(pool.generate(transcript))
+        work = asyncio.ensure_future(pool.generate(pending))
         await until(client, lambda load: load.running == 2)
         await asyncio.sleep(0.5)
         await pool.load_version(adapters.versions[2])
     await work
-    for completion in join_completions(transcript.completions()):
+    for completion in join_completions(pending.completions()):
         assert completion.versions.tolist() == sorted(completion.versions.tolist())
         assert set(completion.versions.tolist()) == {1, 2}
-        wanted, _ = adapters.reference.logprobs(transcript.request, completion)
+        wanted, _ = adapters.reference.logprobs(pending.request, completion)
         np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
     await pool.close()
 

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions, parse_generation, version_spans
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
@@ -17,13 +17,13 @@ EXACTLY = ["recompute", "resubmit"]  # interruptions after which completions go 
 
 
 async def begun(client, pool, asked):
-    """Transcripts that a pool is working on: as many completions as there are slots are some way on."""
-    transcripts = [Transcript(item) for item in asked]
+    """Pending completions that a pool is working on: as many completions as there are slots are some way on."""
+    pending = [PendingCompletions(item) for item in asked]
     most = min(SLOTS, sum(item.n for item in asked))
-    calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
+    calls = [asyncio.ensure_future(pool.generate(pending)) for pending in pending]
     await until(client, lambda load: any_over(calls) or load.running == most)
     await sampled_further(client, calls, 20 * most)
-    return transcripts, calls
+    return pending, calls
 
 
 async def sampled_further(client, calls, tokens):
@@ -32,27 +32,25 @@ async def sampled_further(client, calls, tokens):
 
 
 async def interrupted(client, server, pool, asked, *events):
-    """The load before, and transcripts and their calls in the middle of which each of these events has come."""
+    """The load before, and pending and their calls in the middle of which each of these events has come."""
     with server.slowed():
         start = await client.load()
-        transcripts, calls = await begun(client, pool, asked)
+        pending, calls = await begun(client, pool, asked)
         for event in events:
             await event()
             await sampled_further(client, calls, 20 * SLOTS)
-    return start, transcripts, calls
+    return start, pending, calls
 
 
 def any_over(calls):
     return any(call.done() for call in calls)
 
 
-async def joined(transcripts, calls):
+async def joined(pending, calls):
     """(request, completion) of all completions, once they are finished."""
     await asyncio.gather(*calls)
     return [
-        (transcript.request, completion)
-        for transcript in transcripts
-        for completion in join_completions(transcript.completions())
+        (pending.request, completion) for pending in pending for completion in join_completions(pending.completions())
     ]
 
 
@@ -65,14 +63,14 @@ async def test_completions_are_exact_before_across_and_after_updates(client, ser
     pool = await pool_of(interruption)
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(5)]
     first, second = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
-    start, transcripts, calls = await interrupted(client, server, pool, asked, first, second)
+    start, pending, calls = await interrupted(client, server, pool, asked, first, second)
     [load] = await pool.loads()
     assert load.recomputed_tokens > SLOTS * 20
     assert load.paused_s > start.paused_s
     assert load.swap_ms > 0
 
     seen = set()
-    for item, completion in await joined(transcripts, calls):
+    for item, completion in await joined(pending, calls):
         assert (len(completion.token_ids), completion.finish_reason) == (LENGTH, "length")
         spans = version_spans(completion.versions)
         assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
@@ -81,7 +79,7 @@ async def test_completions_are_exact_before_across_and_after_updates(client, ser
     assert (0, 1, 2) in seen
     assert await client.loaded_version() == 2
     end = await until(client, lambda load: (load.running, load.waiting) == (0, 0))
-    sampled = sum(transcript.sampled().tokens for transcript in transcripts)
+    sampled = sum(pending.sampled().tokens for pending in pending)
     assert end.generated_tokens - start.generated_tokens == sampled == 20 * LENGTH
 
 
@@ -92,13 +90,13 @@ async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client
     prompt = [2 + i % 20 for i in range(300)]  # fills blocks of a prefix cache
     asked = [request(f"r{i}", prompt, n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(3)]
     update = functools.partial(pool.load_version, published.versions[1])
-    _, transcripts, calls = await interrupted(client, server, pool, asked, update)
-    late = Transcript(request("late", prompt, stop_token_ids=()))
+    _, pending, calls = await interrupted(client, server, pool, asked, update)
+    late = PendingCompletions(request("late", prompt, stop_token_ids=()))
     assert not any_over(calls)
     await pool.generate(late)
     [(item, completion)] = await joined([late], [])
     assert deviations(published.reference, item, completion).max() < EXACT
-    for item, completion in await joined(transcripts, calls):
+    for item, completion in await joined(pending, calls):
         assert len(completion.token_ids) == LENGTH
         assert set(completion.versions.tolist()) == {0, 1}
         found = deviations(published.reference, item, completion)
@@ -110,14 +108,14 @@ async def test_an_update_that_waits_mixes_no_versions(client, server, pool_of, p
     pool = await pool_of("wait")
     asked = [request(f"r{i}", n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(4)]  # all slots
     with server.slowed():
-        transcripts, calls = await begun(client, pool, asked)
+        pending, calls = await begun(client, pool, asked)
         update = asyncio.ensure_future(pool.load_version(published.versions[1]))
         await asyncio.sleep(0.5)  # vLLM says nothing of a pause that waits
-    assert {completion.versions.tolist()[-1] for _, completion in await joined(transcripts, calls)} == {0}
+    assert {completion.versions.tolist()[-1] for _, completion in await joined(pending, calls)} == {0}
     await update
-    late = Transcript(request("late", stop_token_ids=()))
+    late = PendingCompletions(request("late", stop_token_ids=()))
     await pool.generate(late)
-    for item, completion in await joined([*transcripts, late], []):
+    for item, completion in await joined([*pending, late], []):
         assert set(completion.versions.tolist()) == ({1} if item is late.request else {0})
         assert deviations(published.reference, item, completion).max() < EXACT
 
@@ -132,8 +130,8 @@ async def test_a_completion_that_has_stopped_does_not_go_on(client, server, pool
         for i in range(60 if client.in_place else 12)
     ]
     updates = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
-    _, transcripts, calls = await interrupted(client, server, pool, asked, *updates)
-    completions = await joined(transcripts, calls)
+    _, pending, calls = await interrupted(client, server, pool, asked, *updates)
+    completions = await joined(pending, calls)
     assert len(completions) == len(asked) * SLOTS
     for item, completion in completions:
         stopped = int(completion.token_ids[-1]) == STOP
@@ -151,8 +149,8 @@ async def test_the_context_ends_a_completion_that_was_interrupted(client, server
     pool = await pool_of(interruption)
     asked = [request("r", [2 + i % 20 for i in range(CONTEXT - LENGTH)], n=4, max_tokens=LONG, stop_token_ids=())]
     update = functools.partial(pool.load_version, published.versions[1])
-    _, transcripts, calls = await interrupted(client, server, pool, asked, update)
-    for item, completion in await joined(transcripts, calls):
+    _, pending, calls = await interrupted(client, server, pool, asked, update)
+    for item, completion in await joined(pending, calls):
         assert (len(completion.token_ids), completion.finish_reason) == (LENGTH, "length")
         assert crosses(completion)
         assert deviations(published.reference, item, completion).max() < EXACT
@@ -163,12 +161,12 @@ async def test_tokens_after_a_seam_are_sampled_anew(client, server, pool_of, pub
     temperature they decide more than the context does: many of the first tokens come again."""
     pool = await pool_of("resubmit")
     asked = [request(f"r{i}", max_tokens=LENGTH, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
-    _, transcripts, calls = await interrupted(client, server, pool, asked, client.abort_all)
-    completions = await joined(transcripts, calls)
+    _, pending, calls = await interrupted(client, server, pool, asked, client.abort_all)
+    completions = await joined(pending, calls)
     seams = [
         len(parse_generation(body)[index].token_ids)
-        for transcript in transcripts
-        for completion in transcript.completions()
+        for pending in pending
+        for completion in pending.completions()
         for body, index in completion.segments[:1]
     ]
     assert all(10 < seam < LENGTH - 10 for seam in seams)

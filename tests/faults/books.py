@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
 from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import ArealError, LedgerError
-from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import DamagedError, Storage
 from areal_core.storage.parts import read_tensors
@@ -43,7 +43,7 @@ _EVERY, _KEPT = 2, 2  # steps between checkpoints, and checkpoints that are kept
 _SEGMENT_BYTES = 700
 _FILLING = 100  # transactions that fill a disk
 _MOST_TOKENS = 20  # of a group
-_SELECTION = Selection(groups=_GROUPS, policy="wait", max_staleness=_ETA, max_requeues=1)
+_SELECTION = Selection(groups=_GROUPS, rule="wait", max_staleness=_ETA, max_requeues=1)
 
 
 @dataclass(slots=True)

@@ -209,7 +209,9 @@ def _check_tokens(ledger: sqlite3.Connection, summary: dict[str, Any], findings:
     """The servers' count against that of the groups; the summary says the same as the ledger."""
     states = dict(ledger.execute("SELECT state, SUM(tokens) FROM totals GROUP BY state").fetchall())
     lost, unread = ledger.execute("SELECT SUM(lost_tokens), SUM(unread_tokens) FROM totals").fetchone()
-    generated, uncounted = ledger.execute("SELECT SUM(counted - joined), SUM(uncounted) FROM stays").fetchone()
+    generated, uncounted = ledger.execute(
+        "SELECT SUM(counted - joined), SUM(uncounted) FROM server_sessions"
+    ).fetchone()
     accounted = sum(states.values()) + lost
     if abs((generated or 0) - accounted) > unread + (uncounted or 0):
         findings.tokens.append(

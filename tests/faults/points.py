@@ -68,7 +68,7 @@ def _named(area: str, *points: tuple[Point, ...] | Point) -> list[Point]:
     return [Point(**{**fields, "name": f"{area}.{fields['name']}"}) for fields in values]
 
 
-_LEDGER = "areal_core.rollout.ledger:TrajectoryLedger"
+_LEDGER = "areal_core.controller.core.ledger:TrajectoryLedger"
 _CLIENT = "areal_core.api.controller_client:ControllerClient"
 STORE = "areal_core.storage.objects:Storage"
 _SERVERS = "areal_core.generation.client:GenerationClient"

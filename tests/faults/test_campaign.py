@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.types import GroupState
 from tests.faults import books, messages, objects, power_offs, processes
 from tests.faults.checker import Findings

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from areal_core.rollout.ledger import Selection, TrajectoryLedger
-from areal_core.rollout.payloads import Place
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger
+from areal_core.controller.core.payloads import Place
 from areal_core.types import GroupSummary, PolicyVersion
 from tests.faults.checker import Findings, check, orphans, totals
 from tests.faults.history import History
 
 _STEPS, _GROUPS, _TOKENS = 4, 2, 10  # a group's tokens
-_SELECTION = Selection(groups=_GROUPS, policy="wait", max_staleness=2, max_requeues=0)
+_SELECTION = Selection(groups=_GROUPS, rule="wait", max_staleness=2, max_requeues=0)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Left:
             ledger.execute(statement)
 
     def config(self, **rollout: object) -> None:
-        config = {"mode": "async", "rollout": {"policy": "wait", "max_staleness": None, **rollout}}
+        config = {"mode": "async", "rollout": {"batch_selection": "wait", "max_staleness": None, **rollout}}
         (self.run / "config.json").write_text(json.dumps(config))
 
 
@@ -157,7 +157,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
         lambda left: left.sql("UPDATE groups SET max_version = 4 WHERE group_id = 8"),
     ),
     "tokens are missing": ("tokens", lambda left: left.sql("UPDATE groups SET tokens = 9 WHERE group_id = 8")),
-    "servers sampled more": ("tokens", lambda left: left.sql("UPDATE stays SET counted = counted + 1")),
+    "servers sampled more": ("tokens", lambda left: left.sql("UPDATE server_sessions SET counted = counted + 1")),
     "a version was another one before": (
         "versions",
         lambda left: left.sql("UPDATE versions SET digest = 'other' WHERE version = 3"),

@@ -22,7 +22,7 @@ VERSIONS, IMAGES = 3, 30
 _PROGRAM = """import os, sys
 from pathlib import Path
 import numpy as np
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 ledger = TrajectoryLedger("ledger.sqlite", group_size=2)

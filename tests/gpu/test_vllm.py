@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.storage import weights as published
@@ -55,21 +55,24 @@ def versions(tmp_path_factory):
 
 async def test_an_update_from_a_file_interrupts_completions(vllm_python, versions, tmp_path):
     base, made, reference = versions
-    asked = [Transcript(request(f"r{i}", range(2, 6), n=4, max_tokens=1000, seed=i, stop_token_ids=())) for i in (0, 1)]
+    asked = [
+        PendingCompletions(request(f"r{i}", range(2, 6), n=4, max_tokens=1000, seed=i, stop_token_ids=()))
+        for i in (0, 1)
+    ]
     with serving(vllm_python, base, tmp_path) as url:
         pool = GenerationPool(completions_per_server=64)
         await pool.join("a", url, lambda: made[0])
-        calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in asked]
+        calls = [asyncio.ensure_future(pool.generate(pending)) for pending in asked]
         while sum(load.generated_tokens for load in await pool.loads()) < 400:  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.01)
         await pool.load_version(made[1])
         await asyncio.gather(*calls)
         await pool.close()
     counts = {0: 0, 1: 0}
-    for transcript in asked:
-        for completion in join_completions(transcript.completions()):
+    for pending in asked:
+        for completion in join_completions(pending.completions()):
             assert len(completion.token_ids) == 1000
-            reference.check(transcript.request, completion, noise=NOISE)
+            reference.check(pending.request, completion, noise=NOISE)
             for number in counts:
                 counts[number] += int((completion.versions == number).sum())
     assert min(counts.values()) > 0
@@ -85,10 +88,10 @@ async def test_a_server_that_sleeps_gives_its_memory_back(vllm_python, versions,
         asleep = torch.cuda.mem_get_info()[0]
         await pool.wake_up()
         await pool.load_version(made[1])
-        transcript = Transcript(request("r", n=2, max_tokens=50, stop_token_ids=()))
-        await pool.generate(transcript)
+        pending = PendingCompletions(request("r", n=2, max_tokens=50, stop_token_ids=()))
+        await pool.generate(pending)
         await pool.close()
-    for completion in join_completions(transcript.completions()):
+    for completion in join_completions(pending.completions()):
         assert set(completion.versions.tolist()) == {1}
-        reference.check(transcript.request, completion, noise=NOISE)
+        reference.check(pending.request, completion, noise=NOISE)
     assert asleep - awake > 0.2 * torch.cuda.mem_get_info()[1]  # of the 0.3 that it was started with

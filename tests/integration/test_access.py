@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from areal_core.api.access import authorization
 from areal_core.api.controller_client import ControllerClient
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.routes import Routes
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.remote.files import Files
 from tests.support.runs import Launched, tiny
 
@@ -45,7 +45,7 @@ JSON = st.recursive(
 )
 FIELDS = (
     *("version", "path", "digest", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
-    *("update_info", "role", "first", "count", "address", "over", "ready", "pulses"),
+    *("update_info", "role", "first", "count", "address", "over", "ready", "heartbeats"),
 )
 BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)).map(
     lambda value: json.dumps(value).encode()

@@ -10,7 +10,7 @@ import pytest
 
 from areal_core.api.scored_groups import read_group_file
 from areal_core.config.schema import load
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
 from tests.support.models import put_base_model

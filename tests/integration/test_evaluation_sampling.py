@@ -45,7 +45,7 @@ def servers(model, tmp_path_factory):
 
 
 def verify(task, text):
-    return Verdict.of(Outcome.RIGHT if task.answer in text else Outcome.WRONG, text[-1:])
+    return Verdict.of(Outcome.CORRECT if task.answer in text else Outcome.INCORRECT, text[-1:])
 
 
 def judge(check):
@@ -110,7 +110,7 @@ def test_records_hold_every_problem_with_its_completions_and_verdicts(alone):
     samples = [sample for record in alone for sample in (record.greedy, *record.samples)]
     assert {sample.truncated for sample in samples} == {True, False}
     assert all(sample.tokens == 12 for sample in samples if sample.truncated)
-    assert all(sample.outcome is Outcome.WRONG for sample in samples if sample.truncated)  # and not verified
+    assert all(sample.outcome is Outcome.INCORRECT for sample in samples if sample.truncated)  # and not verified
     assert len({sample.text for record in alone for sample in record.samples}) > 48  # each from a seed of its own
     for record in alone:
         for sample in (record.greedy, *record.samples):

@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.errors import GenerationError, ServerLostError
@@ -139,8 +139,8 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         await pool.load_version(published.versions[1])
         assert pool.version == 1
 
-        transcripts = [Transcript(request(f"r{i}", n=2, max_tokens=LONG, stop_token_ids=())) for i in range(2)]
-        calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
+        pending = [PendingCompletions(request(f"r{i}", n=2, max_tokens=LONG, stop_token_ids=())) for i in range(2)]
+        calls = [asyncio.ensure_future(pool.generate(pending)) for pending in pending]
         async with asyncio.timeout(120):
             while [load.running for load in await pool.loads()] != [2, 2]:  # noqa: ASYNC110 - other processes' state
                 await asyncio.sleep(0.01)
@@ -152,8 +152,8 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         assert pool.version == 2
         await pool.abort_all()
         await calls[1]
-        for completion in join_completions(transcripts[1].completions()):
-            published.reference.check(transcripts[1].request, completion)
+        for completion in join_completions(pending[1].completions()):
+            published.reference.check(pending[1].request, completion)
         await pool.close()
     assert [servers for servers, _ in itertools.groupby(changes)] == [0, 1, 2, 1, 0]
 

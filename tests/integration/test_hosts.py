@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from areal_core.config.schema import RunConfig
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.launch.supervisor import FileLock
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir

@@ -155,10 +155,10 @@ def test_a_version_that_is_compared_with_its_server_is_its_adapter_on_the_base_m
     put(engine, adapter(SPEC))
     of_version = replace(share, behaviour_logprobs=engine.logprobs(share))
     put(engine, adapter(SPEC, seed=1))
-    total, tokens = engine.mismatch(of_version, adapter(SPEC), 0)
+    total, tokens = engine.train_inference_kl(of_version, adapter(SPEC), 0)
     assert tokens > 0
     assert total / tokens < 1e-8
-    other, _ = engine.mismatch(of_version, adapter(SPEC, seed=1), 0)
+    other, _ = engine.train_inference_kl(of_version, adapter(SPEC, seed=1), 0)
     assert other / tokens > 1e-2
     engine.ranks.close()
 

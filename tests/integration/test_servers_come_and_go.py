@@ -15,16 +15,16 @@ import pytest
 from aiohttp import web
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation import connection
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.server.routes import GenerationServer
 from areal_core.models.folders import read_weights
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage.weights import base_version
 from areal_core.training.recipe import cache_key
 from areal_core.types import PolicyVersion
@@ -100,11 +100,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def finished(pool: GenerationPool, transcript: Transcript, generating: asyncio.Task[None]) -> list[int]:
+async def finished(pool: GenerationPool, pending: PendingCompletions, generating: asyncio.Task[None]) -> list[int]:
     """The versions of a completion's tokens, once it has been ended."""
     await pool.abort_all()
     await generating
-    [completion] = join_completions(transcript.completions())
+    [completion] = join_completions(pending.completions())
     return completion.versions.tolist()
 
 
@@ -112,15 +112,15 @@ async def test_a_server_that_is_registered_twice_is_not_disturbed(
     servers: list[Served], pool: GenerationPool, models: list[PolicyVersion]
 ) -> None:
     await pool.join("a", servers[0].url, lambda: models[0])
-    transcript = Transcript(request(**LONG))
-    generating = asyncio.ensure_future(pool.generate(transcript))
+    pending = PendingCompletions(request(**LONG))
+    generating = asyncio.ensure_future(pool.generate(pending))
     await until(lambda: "/inference/v1/generate" in servers[0].seen)
     await pool.join("a", servers[0].url, lambda: models[0])
     before = (await pool.loads())[0].generated_tokens
     while (await pool.loads())[0].generated_tokens == before:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     assert servers[0].seen.count("/inference/v1/generate") == 1
-    assert set(await finished(pool, transcript, generating)) == {0}
+    assert set(await finished(pool, pending, generating)) == {0}
 
 
 async def test_a_request_that_arrives_at_a_server_which_leaves_goes_on_at_another(
@@ -129,8 +129,8 @@ async def test_a_request_that_arrives_at_a_server_which_leaves_goes_on_at_anothe
     monkeypatch.setattr(module, "_ABORT_AGAIN_S", 0.1)
     servers[0].held["/inference/v1/generate"] = asyncio.Event()
     await pool.join("a", servers[0].url, lambda: models[0])
-    transcript = Transcript(request(**LONG))
-    generating = asyncio.ensure_future(pool.generate(transcript))
+    pending = PendingCompletions(request(**LONG))
+    generating = asyncio.ensure_future(pool.generate(pending))
     await until(lambda: "/inference/v1/generate" in servers[0].seen)
     await pool.join("b", servers[1].url, lambda: models[0])
     leaving = asyncio.ensure_future(pool.leave("a"))
@@ -138,7 +138,7 @@ async def test_a_request_that_arrives_at_a_server_which_leaves_goes_on_at_anothe
     servers[0].held["/inference/v1/generate"].set()
     await leaving
     await until(lambda: "/inference/v1/generate" in servers[1].seen)
-    assert set(await finished(pool, transcript, generating)) == {0}
+    assert set(await finished(pool, pending, generating)) == {0}
 
 
 async def test_what_a_server_has_sampled_under_new_weights_does_not_go_on_under_old_ones(
@@ -147,8 +147,8 @@ async def test_what_a_server_has_sampled_under_new_weights_does_not_go_on_under_
     for name, server in zip("ab", servers, strict=True):
         await pool.join(name, server.url, lambda: models[0])
     servers[1].held["/update_weights"] = asyncio.Event()
-    transcript = Transcript(request(**LONG))
-    generating = asyncio.ensure_future(pool.generate(transcript))
+    pending = PendingCompletions(request(**LONG))
+    generating = asyncio.ensure_future(pool.generate(pending))
     await until(lambda: "/inference/v1/generate" in servers[0].seen)
     updating = asyncio.ensure_future(pool.load_version(models[1]))
     await until(lambda: "/resume done" in servers[0].seen)
@@ -159,7 +159,7 @@ async def test_what_a_server_has_sampled_under_new_weights_does_not_go_on_under_
     await updating
     await leaving
     await until(lambda: "/inference/v1/generate" in servers[1].seen)
-    versions = await finished(pool, transcript, generating)
+    versions = await finished(pool, pending, generating)
     assert set(versions) == {0, 1}
     assert (np.diff(versions) >= 0).all()
 

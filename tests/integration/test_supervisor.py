@@ -60,7 +60,7 @@ class Rig:
     def __init__(self, root: Path) -> None:
         self.run = RunDir(root / "run")
         self.scratch = root / "scratch"
-        for folder in (self.run.ready, self.run.pulses, self.run.logs, self.scratch):
+        for folder in (self.run.ready, self.run.heartbeats, self.run.logs, self.scratch):
             folder.mkdir(parents=True)
         self.stop = StopSignal()
         self.lines: list[str] = []
@@ -409,7 +409,7 @@ def test_a_stopped_grandchild_in_a_session_of_its_own_does_not_outlive_the_proce
 HANGS = (
     READY
     + """
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 first = not (scratch / "first").exists()
 (scratch / "first").touch()
 def work():
@@ -430,7 +430,7 @@ work()
             id="stopped",
         ),
         pytest.param(
-            "pulse.say('step 3: training'); time.sleep(600)",
+            "heartbeat.say('step 3: training'); time.sleep(600)",
             r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training since \d+ s; "
             r"its stacks are in .*role-0.log: killed",
             id="no-progress",

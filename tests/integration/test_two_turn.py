@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.api.scored_groups import read_group_file
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
 from tests.support.policies import TOKENIZER

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
@@ -78,15 +78,15 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
         spans = TimelineWriter(tmp_path / "generation-0.jsonl")
         pool = GenerationPool(completions_per_server=8, timeline=lambda name: spans)
         await pool.join("server", server.url, lambda: qwen2.versions[0])
-        before, after = (Transcript(request(name, n=2, stop_token_ids=())) for name in ("before", "after"))
+        before, after = (PendingCompletions(request(name, n=2, stop_token_ids=())) for name in ("before", "after"))
         await pool.generate(before)
         await pool.load_version(qwen2.versions[1])
         assert pool.lost == ()
         await pool.generate(after)
-        for version, transcript in enumerate((before, after)):
-            for completion in join_completions(transcript.completions()):
+        for version, pending in enumerate((before, after)):
+            for completion in join_completions(pending.completions()):
                 assert set(completion.versions.tolist()) == {version}
-                assert deviations(qwen2.reference, transcript.request, completion).max() < EXACT
+                assert deviations(qwen2.reference, pending.request, completion).max() < EXACT
         await pool.close()
         done = [kind for kind, _ in itertools.groupby(span.kind for span in read_timeline(tmp_path))]
         assert [kind for kind in done if kind != "wait"] == ["generate", "update", "generate"]

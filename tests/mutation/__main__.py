@@ -35,10 +35,10 @@ from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {  # and the tests that are to kill their mutants
-    "areal_core/rollout/gate.py": ("tests/unit/rollout/test_gate.py",),
-    "areal_core/rollout/ledger.py": ("tests/unit/rollout", "tests/property/test_ledger.py"),
-    "areal_core/rollout/controller.py": ("tests/property/test_controller.py",),
-    "areal_core/rollout/rollouts.py": ("tests/property/test_controller.py",),
+    "areal_core/controller/core/gate.py": ("tests/unit/controller/core/test_gate.py",),
+    "areal_core/controller/core/ledger.py": ("tests/unit/controller/core", "tests/property/test_ledger.py"),
+    "areal_core/controller/core/controller.py": ("tests/property/test_controller.py",),
+    "areal_core/controller/core/rollouts.py": ("tests/property/test_controller.py",),
     "areal_core/algorithm/objectives.py": ("tests/unit/algorithm",),
     "areal_core/algorithm/advantages.py": ("tests/unit/algorithm/test_advantages.py",),
     "areal_core/training/batching/partition.py": ("tests/unit/training/batching", "tests/property/test_batching.py"),

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.config.schema import load
+from areal_core.controller.core.controller import RolloutController
+from areal_core.controller.core.ledger import AdmittedGroup, TrajectoryLedger
+from areal_core.controller.core.rollouts import trajectory_seed
 from areal_core.errors import (
     ConfigError,
     GenerationError,
@@ -22,9 +25,6 @@ from areal_core.errors import (
     RunFinished,
     UserCodeError,
 )
-from areal_core.rollout.controller import RolloutController
-from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
-from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
 from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakePayloads, FakeRewards, Prompts
 from tests.support.virtual import run_virtual
@@ -51,12 +51,14 @@ def build(
     batch: int = 8,
     interrupts: bool = False,
     right: float = 0.0,
-    max_uniform: int | None = None,
+    max_zero_variance: int | None = None,
     more: float = 0.0,
     **faults: float,
 ):
-    """`max_uniform`: sample dynamically, and give up after so many groups in a row."""
-    dynamic = {} if max_uniform is None else {"dynamic_sampling": True, "max_uniform_groups": max_uniform}
+    """`max_zero_variance`: sample dynamically, and give up after so many groups in a row."""
+    dynamic = (
+        {} if max_zero_variance is None else {"dynamic_sampling": True, "max_zero_variance_groups": max_zero_variance}
+    )
     config = load(
         {
             "seed": seed,
@@ -175,7 +177,7 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     """Gate and ledgers hold, batches are full, and uniform groups are dropped, to the token."""
     faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
     config, rng, engine, ledger, controller = build(
-        seed, steps=5, eta=eta, policy=policy, interrupts=interrupts, right=right, max_uniform=10_000, **faults
+        seed, steps=5, eta=eta, policy=policy, interrupts=interrupts, right=right, max_zero_variance=10_000, **faults
     )
     manifests = run_virtual(train(controller, rng, 5))
     check_ledgers(controller, engine, ledger, manifests)
@@ -195,7 +197,7 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
 
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one():
-    _, rng, _, ledger, controller = build(5, steps=5, eta=1, right=0.3, max_uniform=30)
+    _, rng, _, ledger, controller = build(5, steps=5, eta=1, right=0.3, max_zero_variance=30)
     controller.rewards.partial = 0.5
     manifests = run_virtual(train(controller, rng, 5))
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
@@ -212,7 +214,7 @@ def test_without_dynamic_sampling_uniform_groups_are_served():
 
 
 def test_a_uniform_group_gives_its_place_to_the_next_prompt():
-    _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_uniform=10_000)
+    _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_zero_variance=10_000)
     manifests = run_virtual(train(controller, rng, 5))
     prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
     assert len(set(prompts)) == len(prompts)
@@ -221,7 +223,7 @@ def test_a_uniform_group_gives_its_place_to_the_next_prompt():
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
-    _, _, _, ledger, controller = build(1, steps=5, eta=1, right=right, max_uniform=7)
+    _, _, _, ledger, controller = build(1, steps=5, eta=1, right=right, max_zero_variance=7)
 
     async def main() -> None:
         await controller.run()
@@ -235,7 +237,7 @@ def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
 
 
 def test_one_mixed_group_starts_the_count_of_uniform_ones_again():
-    _, rng, _, ledger, controller = build(9, steps=40, eta=2, right=0.3, max_uniform=30)
+    _, rng, _, ledger, controller = build(9, steps=40, eta=2, right=0.3, max_zero_variance=30)
     assert len(run_virtual(train(controller, rng, 40))) == 40
     assert ledger.dropped()["uniform"] > 30
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.rollout.payloads import Place
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
+from areal_core.controller.core.payloads import Place
 from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
 
 GROUP = 2
@@ -104,7 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(["admit", "wait", "drop"]))
     def fix(self, policy: str) -> None:
         step = len(self.batches) + 1
-        selection = Selection(groups=GROUPS_PER_BATCH, policy=policy, max_staleness=1, max_requeues=0)
+        selection = Selection(groups=GROUPS_PER_BATCH, rule=policy, max_staleness=1, max_requeues=0)
         before = self.ledger.dropped()
         manifest = self.ledger.fix_batch(step, selection)
         if self.ledger.dropped() != before:

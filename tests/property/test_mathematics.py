@@ -34,7 +34,7 @@ def judged(gold: str, completion: str) -> Outcome:
     [r"\boxed{99^{99e}}", r"\boxed{i  km/h*^\circ}", rf"\boxed{{{'-' * 599}1}}", r"so \boxed", r"$\boxed$"],
 )
 def test_odd_completions_are_incorrect(completion: str) -> None:
-    assert judged("4", completion) in (Outcome.WRONG, Outcome.UNPARSABLE)
+    assert judged("4", completion) in (Outcome.INCORRECT, Outcome.UNPARSABLE)
 
 
 @pytest.mark.parametrize("boxed", [True, False])

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import receive
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller import pool as module
+from areal_core.controller.core.counters import ServerCounters
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.registry import Server, ServerState
 from areal_core.errors import ArealError, GenerationError, ServerLostError
 from areal_core.generation.client import Take
-from areal_core.rollout.counters import ServerCounters
 from areal_core.types import GenerationRequest, PolicyVersion
 from tests.support.generation import request
 from tests.support.rollout import body
@@ -261,10 +261,10 @@ class Play:
         number = 0
         while not self.over:
             number += 1
-            transcript = Transcript(request(f"{index}-{number}", n=2, max_tokens=6, stop_token_ids=()))
+            pending = PendingCompletions(request(f"{index}-{number}", n=2, max_tokens=6, stop_token_ids=()))
             try:
-                await self.pool.generate(transcript)
-                assert not transcript.unfinished()
+                await self.pool.generate(pending)
+                assert not pending.unfinished()
             except GenerationError:
                 await asyncio.sleep(0.1)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival, join_completions
+from areal_core.controller.core.payloads import Place
 from areal_core.errors import GenerationError, RewardError
-from areal_core.rollout.payloads import Place
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
@@ -90,34 +90,34 @@ class FakeEngine:
     def room(self) -> int:
         return max(0, self.capacity - self.in_flight)
 
-    async def generate(self, transcript: Transcript) -> None:
-        first = None if transcript.begun else transcript.request
-        transcript.sent = True
-        self.in_flight += len(transcript.unfinished())
-        calls = [self._finish(transcript, index, first) for index in transcript.unfinished()]
+    async def generate(self, pending: PendingCompletions) -> None:
+        first = None if pending.begun else pending.request
+        pending.sent = True
+        self.in_flight += len(pending.unfinished())
+        calls = [self._finish(pending, index, first) for index in pending.unfinished()]
         for failure in await asyncio.gather(*calls, return_exceptions=True):
             if failure is not None:
                 raise failure
 
-    async def _finish(self, transcript: Transcript, index: int, first: GenerationRequest | None) -> None:
+    async def _finish(self, pending: PendingCompletions, index: int, first: GenerationRequest | None) -> None:
         try:
             if first is not None:
-                await self._send(transcript, index, first)
-            while not self._ending and index in transcript.unfinished():
+                await self._send(pending, index, first)
+            while not self._ending and index in pending.unfinished():
                 self.interrupted += 1
-                await self._send(transcript, index, transcript.continuation(index))
+                await self._send(pending, index, pending.continuation(index))
         finally:
             self.in_flight -= 1
             self.freed()
 
-    async def _send(self, transcript: Transcript, index: int, request: GenerationRequest) -> None:
+    async def _send(self, pending: PendingCompletions, index: int, request: GenerationRequest) -> None:
         """When cancelled, what a request has sampled is returned all the same."""
         version = self.version
         try:
-            transcript.take([index], receive(await self.serve(request)))
+            pending.take([index], receive(await self.serve(request)))
         except asyncio.CancelledError:
             self.cut_off += 1
-            transcript.take([index], receive(body([self._sample(version, request, 0, 5, "abort")], version)))
+            pending.take([index], receive(body([self._sample(version, request, 0, 5, "abort")], version)))
             raise
 
     async def serve(self, request: GenerationRequest) -> bytes:
@@ -198,7 +198,10 @@ class FakeRewards:
             unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
-            outcomes={Outcome.RIGHT: 0 if self.partial else correct, Outcome.WRONG: n if self.partial else n - correct},
+            outcomes={
+                Outcome.CORRECT: 0 if self.partial else correct,
+                Outcome.INCORRECT: n if self.partial else n - correct,
+            },
             truncated=(False,) * n,
         )
         return ScoredGroup(payload=b"", summary=summary)

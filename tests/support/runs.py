@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.run.launcher import read_summary, run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir

@@ -21,10 +21,10 @@ from areal_core.api.received import receive
 from areal_core.api.scored_groups import read_group_file
 from areal_core.api.wire import encode_request
 from areal_core.config.schema import RunConfig
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.models.verified import weights_digest
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.types import GenerationRequest, GroupPayload, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
 from tests.support.runs import Launched, tiny

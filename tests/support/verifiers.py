@@ -9,9 +9,9 @@ from areal_core.types import Outcome, Prompt
 def slow(task: Prompt, completion: str) -> Verdict:
     """Right is what ends on the gold answer; a hundredth of a second each."""
     time.sleep(0.01)
-    return Verdict.of(Outcome.RIGHT if completion.endswith(task.answer) else Outcome.WRONG, completion[-1:])
+    return Verdict.of(Outcome.CORRECT if completion.endswith(task.answer) else Outcome.INCORRECT, completion[-1:])
 
 
 def ends(task: Prompt, completion: str) -> Verdict:
     """Right is whatever ends: what was cut off is never judged."""
-    return Verdict.of(Outcome.RIGHT, completion)
+    return Verdict.of(Outcome.CORRECT, completion)

@@ -129,7 +129,7 @@ for module in {LIGHT}:
 
 
 LIGHT = (
-    "__main__", "generation.client", "controller.pool", "generation.vllm.server", "api.transcript",
+    "__main__", "generation.client", "controller.pool", "generation.vllm.server", "api.pending_completions",
     "controller.service", "generation.server.routes", "generation.engines.emulated", "training.recipe",
     "environments.source", "rewards.worker",
 )  # fmt: skip

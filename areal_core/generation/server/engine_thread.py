@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from areal_core.api.wire import ServerLoad
 from areal_core.generation.engines.engine import Generation, ServedEngine
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 from areal_core.tracking.timeline import Activity, TimelineWriter
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._hand_over(self._engine.step())
-                pulse.progressed()
+                heartbeat.progressed()
             self._doing.end()
         except BaseException as error:  # noqa: BLE001 - the thread's owner decides
             self._loop.call_soon_threadsafe(self._failed, error)
@@ -157,7 +157,7 @@ class EngineThread:
             busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
             blocks = not busy or self.is_paused
             doing = "paused" if self.is_paused else "sampling" if busy else "idle"
-            pulse.say(doing, waits_for=pulse.WORK if blocks else None)
+            heartbeat.say(doing, waits_for=heartbeat.WORK if blocks else None)
             try:
                 command = self._commands.get(block=blocks)
             except queue.Empty:

@@ -46,7 +46,7 @@ from areal_core.generation.engines.engine import Generation, ServedEngine, read_
 from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
@@ -403,7 +403,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
             why = os.strerror(error.errno or 0)  # asyncio's own text names the address again
             raise ConfigError(f"--port: can't listen on {where}: {why}; 0 takes any free one") from None
         process.announce_ready(arguments.ready_file, url)
-        pulse.follow(loop)
+        heartbeat.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

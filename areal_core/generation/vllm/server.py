@@ -32,7 +32,7 @@ from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.generation.command_line import server_parser, server_token
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         if server.wait_until_it_serves(stop):
             server.warm_up(arguments.weight_version)
             process.announce_ready(arguments.ready_file, server.url)
-            pulse.say("serving vLLM")
+            heartbeat.say("serving vLLM")
         next_look = time.monotonic()
         while not stop.wait(_POLL_S):
             if (code := server.process.poll()) is not None:
@@ -233,7 +233,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             if time.monotonic() >= next_look:
                 with contextlib.suppress(OSError):  # one that never answers again is found by its standstill
                     server.look()
-                    pulse.progressed()
+                    heartbeat.progressed()
                 next_look = time.monotonic() + _LOOK_S
     finally:
         server.end()

@@ -29,7 +29,7 @@ from typing import Any
 from areal_core.api.head import AwayError, Head, Session, fetch, parsed
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, ProcessError, StorageError
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
@@ -132,7 +132,7 @@ class CopiedFolder:
             yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
 
     def _write(self, run: RunDir, config: RunConfig) -> None:
-        for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline, _model(run)):
+        for folder in (run.ready, run.heartbeats, run.logs, run.weights, run.timeline, _model(run)):
             folder.mkdir(exist_ok=True)
         run.forget_ready()
         run.token_file.unlink(missing_ok=True)
@@ -255,16 +255,16 @@ class _Following:
         return None
 
     def _of_processes(self) -> dict[str, Any]:
-        """Ready files and pulses of the processes here."""
-        ready, pulses = dict[str, Any](), dict[str, Any]()
+        """Ready files and heartbeats of the processes here."""
+        ready, heartbeats = dict[str, Any](), dict[str, Any]()
         for name in self._its.processes:
             role, _, index = name.rpartition("-")
             if (info := self._run.ready_info(role, int(index))) is not None:
                 ready[name] = info
-            if (beat := pulse.read(self._run.pulse_file(role, int(index)))) is not None:
+            if (beat := heartbeat.read(self._run.heartbeat_file(role, int(index)))) is not None:
                 values = dataclasses.asdict(beat)
-                pulses[name] = {k: v[:_TEXT_CHARS] if isinstance(v, str) else v for k, v in values.items()}
-        return {"ready": ready, "pulses": pulses}
+                heartbeats[name] = {k: v[:_TEXT_CHARS] if isinstance(v, str) else v for k, v in values.items()}
+        return {"ready": ready, "heartbeats": heartbeats}
 
     def _put(self, ready: dict[str, Any]) -> None:
         """Ready files of processes elsewhere, as the head node has them."""

@@ -2,7 +2,7 @@
 
     remote worker --GET /run, /model/NAME, /versions/N--> what its copy of the run's folder holds
     its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
-    remote worker --POST /nodes/NODE, once a second--> its processes' ready files and pulses; back: those that it needs
+    remote worker --POST /nodes/NODE, once a second--> its ready files and heartbeats; back: those that it needs
                   --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
 
 A process of the run, beside the controller: while versions and trajectories travel, requests of the controller do not
@@ -31,7 +31,7 @@ from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
-from areal_core.launch import logs, process, pulse
+from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
 from areal_core.run.remote.share import LOGS
@@ -218,7 +218,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     await runner.setup()
     try:
         process.announce_ready(ready_file, await _listen(runner, run, launch))
-        pulse.follow(loop)
+        heartbeat.follow(loop)
         while not asked.is_set() and not run.summary.exists():
             if files.model.done():
                 files.model.result()

@@ -2,7 +2,7 @@
 
 A share is one worker's at a time: who has it says so once a second, and for `GONE_S` after the last time nobody else
 gets it. What it says of its processes stands in the run's folder as if they were here: ready files, by which ranks are
-waited for, and pulses, by which a run that stands still is told from one that is busy elsewhere.
+waited for, and heartbeats, by which a run that stands still is told from one that is busy elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Count, Pulse, Text
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Count, Heartbeat, Text
 from areal_core.run.remote.share import Owned, Share, owned
 from areal_core.storage.rundir import RunDir, write_json
 
@@ -43,7 +43,7 @@ class Said(msgspec.Struct):
     address: Text
     over: bool = False  # these are its last words
     ready: dict[str, Announced] = {}  # by the names of processes
-    pulses: dict[str, Pulse] = {}
+    heartbeats: dict[str, Heartbeat] = {}
 
 
 class TakenError(ArealError):
@@ -74,8 +74,8 @@ class Nodes:
             raise ValueError("node: must be letters, digits, dashes and underscores, at most 64")
         share = Share(role=said.role, first=said.first, count=said.count).settled(self._config)
         its = owned(self._config, share)
-        if strange := (said.ready.keys() | said.pulses.keys()) - its.processes:
-            raise ValueError(f"ready, pulses: {min(strange)[:64]!r} is none of {', '.join(sorted(its.processes))}")
+        if strange := (said.ready.keys() | said.heartbeats.keys()) - its.processes:
+            raise ValueError(f"ready, heartbeats: {min(strange)[:64]!r} is none of {', '.join(sorted(its.processes))}")
         others = {one: node for one, node in self._nodes.items() if one != name and node.share.overlaps(share)}
         for node in others.values():
             if self._lives(node):
@@ -104,8 +104,8 @@ class Nodes:
     def _write(self, its: Owned, said: Said) -> None:
         for process in its.processes:
             role, _, index = process.rpartition("-")
-            file, beats = self._run.ready_file(role, int(index)), self._run.pulse_file(role, int(index))
-            announced, beating = said.ready.get(process), said.pulses.get(process)
+            file, beats = self._run.ready_file(role, int(index)), self._run.heartbeat_file(role, int(index))
+            announced, beating = said.ready.get(process), said.heartbeats.get(process)
             if announced is None or said.over:
                 file.unlink(missing_ok=True)
             elif self._run.ready_info(role, int(index)) != (values := msgspec.structs.asdict(announced)):
@@ -114,4 +114,4 @@ class Nodes:
                 beats.unlink(missing_ok=True)
             else:
                 with suppress(OSError):  # on a full disk it is missing, as one of this machine would be
-                    pulse.write(beats, beating)
+                    heartbeat.write(beats, beating)

@@ -66,7 +66,7 @@ class Share:
 class Owned:
     """What a share's machine has to itself."""
 
-    processes: frozenset[str]  # that announce themselves and have a pulse: generation-0, trainer-1
+    processes: frozenset[str]  # that announce themselves and have a heartbeat: generation-0, trainer-1
     files: frozenset[tuple[str, str]]  # that they and their remote worker append to: folder and name
 
 

@@ -58,7 +58,9 @@ class EmulatedTrainingEngine:
         self._updates += updates
         return StepStats(learning_rate=self._learning_rate, updates=updates, loss_tokens=sum(batch.loss_tokens))
 
-    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+    def train_inference_kl(
+        self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int
+    ) -> tuple[float, int]:
         return 0.0, 0
 
     def compute_s(self) -> float:

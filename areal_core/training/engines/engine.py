@@ -117,13 +117,15 @@ class StepStats:
     skipped: int = 0  # updates left out as their gradient was not finite (training.on_divergence)
     loss_tokens: int
     trained_tokens: int = 0  # of these, the ones of completions that have a gradient
-    mismatch_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
+    train_inference_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by the names of their curves
 
     @property
     def curves(self) -> dict[str, float]:
         """The points of the step's curves, by their names in docs/metrics.md."""
-        mismatch = {} if self.mismatch_kl is None else {"mismatch/k3": self.mismatch_kl}
+        train_inference_kl = (
+            {} if self.train_inference_kl is None else {"policy/train_inference_kl": self.train_inference_kl}
+        )
         return {
             **self.metrics,
             "loss/policy": self.loss,
@@ -131,7 +133,7 @@ class StepStats:
             "optimizer/update_norm": self.update_norm,
             "optimizer/learning_rate": self.learning_rate,
             "optimizer/skipped_updates": self.skipped,
-            **mismatch,
+            **train_inference_kl,
         }
 
 
@@ -168,7 +170,9 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+    def train_inference_kl(
+        self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int
+    ) -> tuple[float, int]:
         """How far generator and trainer disagree on the same weights: (sum of k3 in nats, tokens), over loss tokens
         that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
         ...

@@ -23,7 +23,7 @@ from areal_core.algorithm.objectives import Tokens, find_objective
 from areal_core.algorithm.statistics import LossStats
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
-from areal_core.launch import pulse
+from areal_core.launch import heartbeat
 from areal_core.models.adapters import init_adapter, trained_shapes
 from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
 from areal_core.training.batching.packing import Packed, idle
@@ -261,7 +261,7 @@ class PolicyEngine(ABC):
             skipped=skipped,
             loss_tokens=int(sum(loss_tokens)),
             trained_tokens=int(stats.tokens),
-            mismatch_kl=stats.mismatch / stats.matched if stats.matched else None,
+            train_inference_kl=stats.train_inference_kl / stats.matched if stats.matched else None,
             metrics=(stats.metrics() if stats.tokens else {})
             | {f"control/{name}": value for name, value in coefficients.given.items()},
         )
@@ -269,7 +269,9 @@ class PolicyEngine(ABC):
         return done
 
     @torch.no_grad()
-    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+    def train_inference_kl(
+        self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int
+    ) -> tuple[float, int]:
         published = {name: torch.from_numpy(array).to(self.device, self.dtype) for name, array in weights.items()}
         tensors = {**self._frozen, **published}
         of_version = (batch.versions == version) & batch.loss_mask
@@ -347,7 +349,7 @@ class PolicyEngine(ABC):
         if self.lockstep:
             count = max(1, int(self.ranks.all_reduce_max(np.array([count]))[0]))
         for index in range(count):
-            pulse.progressed()
+            heartbeat.progressed()
             yield index + 1 == count, microbatches[index] if index < len(microbatches) else None
 
     def _current(self, packed: Packed) -> Tensor:

@@ -19,7 +19,7 @@ def test_statistics_by_hand():
     # u = 1.1, 1.5, 1/2; r = 2, 1, 1/2; pi_ref / pi_theta = 1, 1/2, 2; token 1 is of the version that is trained on
     stats = policy_loss(REFERENCE, AlgorithmConfig(behaviour_cap=1.5), denominator=4).stats
     assert {name: getattr(stats, name) for name in _NUMBERS} == pytest.approx(
-        {"tokens": 3, "weight": 3.5, "weight_squared": 5.25, "weight_max": 2, "matched": 1, "mismatch": 0}
+        {"tokens": 3, "weight": 3.5, "weight_squared": 5.25, "weight_max": 2, "matched": 1, "train_inference_kl": 0}
     )
     assert stats.sums == pytest.approx(
         {
@@ -74,9 +74,9 @@ def test_without_a_proximal_policy_the_mismatch_is_that_of_the_untouched_policy(
     """pi_theta / pi_behav of token 1 is 1.5, and A-3PO's pi_prox would be pi_behav itself."""
     tokens, config = replace(TOKENS, proximal=None), AlgorithmConfig(objective=objective)
     stats = policy_loss(tokens, config, denominator=1, untouched=True).stats
-    assert (stats.matched, stats.mismatch) == (1, pytest.approx(0.5 - 0.4054651081))
+    assert (stats.matched, stats.train_inference_kl) == (1, pytest.approx(0.5 - 0.4054651081))
     stats = policy_loss(tokens, config, denominator=1, untouched=False).stats
-    assert (stats.matched, stats.mismatch) == (0, 0)
+    assert (stats.matched, stats.train_inference_kl) == (0, 0)
 
 
 def weighing(weights: np.ndarray) -> LossStats:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from areal_core.rollout.ledger import TrajectoryLedger, snapshot
+from areal_core.controller.core.ledger import TrajectoryLedger, snapshot
 from benchmarks import growth
 
 T = TypeVar("T")

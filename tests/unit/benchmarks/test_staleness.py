@@ -81,11 +81,11 @@ def test_tokens_are_sampled_by_the_weights_of_the_lagged_version(
     for batch in batches:
         behaviour = max(0, batch.step - 1 - lag)
         assert set(batch.versions[batch.loss_mask].tolist()) == {behaviour}
-        difference, tokens = engine.mismatch(batch, stored[behaviour], behaviour)
+        difference, tokens = engine.train_inference_kl(batch, stored[behaviour], behaviour)
         assert tokens == batch.loss_mask.sum()
         assert difference / tokens < 1e-9
         other = stored[batch.step]  # a version that was not there yet
-        assert engine.mismatch(batch, other, behaviour)[0] / tokens > 1e-4
+        assert engine.train_inference_kl(batch, other, behaviour)[0] / tokens > 1e-4
 
 
 def test_summary_has_means_by_objective_and_lag() -> None:

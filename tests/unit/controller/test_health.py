@@ -22,20 +22,20 @@ def kinds(health: Health) -> list[str]:
     return [alert.kind for alert in health.alerts]
 
 
-def test_mismatch_is_told_once_and_taken_back(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+def test_train_inference_kl_is_told_once_and_taken_back(health: Health, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    health.look(1, {"mismatch/k3": 0.1})
+    health.look(1, {"policy/train_inference_kl": 0.1})
     assert health.alerts == ()
     for step in (2, 3):
-        health.look(step, {"mismatch/k3": 0.25, "reward/mean": 1.0})
+        health.look(step, {"policy/train_inference_kl": 0.25, "reward/mean": 1.0})
     (alert,) = health.alerts
-    said = "mismatch/k3 is 0.25 nats a token, more than 0.1 (health.max_mismatch)"
-    assert (alert.kind, alert.step, alert.text) == ("mismatch", 2, said)
+    said = "policy/train_inference_kl is 0.25 nats a token, more than 0.1 (health.max_train_inference_kl)"
+    assert (alert.kind, alert.step, alert.text) == ("train_inference_kl", 2, said)
     health.look(4, {"reward/mean": 1.0})  # it is not measured at every step
-    assert kinds(health) == ["mismatch"]
-    health.look(5, {"mismatch/k3": 0.0})
+    assert kinds(health) == ["train_inference_kl"]
+    health.look(5, {"policy/train_inference_kl": 0.0})
     assert health.alerts == ()
-    assert caplog.messages == [said, "no longer: mismatch"]
+    assert caplog.messages == [said, "no longer: train_inference_kl"]
 
 
 def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
@@ -93,9 +93,11 @@ def test_a_run_without_steps(health: Health) -> None:
 
 
 def test_what_is_not_to_be_looked_at() -> None:
-    bounds = ("max_mismatch", "max_stale_share", "max_unscored_share", "max_step_s", "max_idle_steps")
+    bounds = ("max_train_inference_kl", "max_stale_share", "max_unscored_share", "max_step_s", "max_idle_steps")
     health = Health(HealthConfig(**dict.fromkeys(bounds)), groups=GROUPS, steps=1)
-    health.look(1, {"mismatch/k3": 9.0, "staleness/groups_over_bound": GROUPS, FAILED: 99, LATE: 0, DIED: 0})
+    health.look(
+        1, {"policy/train_inference_kl": 9.0, "staleness/groups_over_bound": GROUPS, FAILED: 99, LATE: 0, DIED: 0}
+    )
     health.look(1, {"completion/truncated": 1.0})
     health.wait(1, 1e9)
     assert health.alerts == ()

@@ -6,14 +6,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from areal_core.api.transcript import Transcript
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
+from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.server_routes import server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
-from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.types import Tally
 from tests.support.generation import request
 from tests.support.servers import FakeServer, version
@@ -47,16 +47,16 @@ async def until(condition):
 
 async def ask(pool, request_id="r", **changes):
     """The tokens of the completions of a request."""
-    return await finish(pool, Transcript(request(request_id, **changes)))
+    return await finish(pool, PendingCompletions(request(request_id, **changes)))
 
 
-async def finish(pool, transcript):
-    await pool.generate(transcript)
-    return tokens(transcript)
+async def finish(pool, pending):
+    await pool.generate(pending)
+    return tokens(pending)
 
 
-def tokens(transcript):
-    return [completion.token_ids.tolist() for completion in join_completions(transcript.completions())]
+def tokens(pending):
+    return [completion.token_ids.tolist() for completion in join_completions(pending.completions())]
 
 
 async def asked(server, path):
@@ -65,11 +65,11 @@ async def asked(server, path):
 
 
 async def begun(server, pool):
-    """A transcript of two completions that run at a server, and the call that has them finished."""
-    transcript = Transcript(request(n=2))
-    call = asyncio.ensure_future(pool.generate(transcript))
+    """A pending of two completions that run at a server, and the call that has them finished."""
+    pending = PendingCompletions(request(n=2))
+    call = asyncio.ensure_future(pool.generate(pending))
     await server.started("r")
-    return transcript, call
+    return pending, call
 
 
 async def interrupt(server):
@@ -157,8 +157,8 @@ async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_ove
     await both(servers, pool)
     servers[0].release.clear()
     servers[1].release.clear()
-    transcript, other = Transcript(request(n=4)), Transcript(request("other"))
-    call = asyncio.ensure_future(pool.generate(transcript))
+    pending, other = PendingCompletions(request(n=4)), PendingCompletions(request("other"))
+    call = asyncio.ensure_future(pool.generate(pending))
     await servers[0].started("r")
     await interrupt(servers[0])
     await servers[0].started("r-0-2", "r-2-2")
@@ -170,8 +170,8 @@ async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_ove
     call.cancel()  # once more: it counts all the same
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert transcript.sampled() == Tally(tokens=4 * (2 + 2))
-    assert transcript.unfinished() == [0, 1, 2, 3]
+    assert pending.sampled() == Tally(tokens=4 * (2 + 2))
+    assert pending.unfinished() == [0, 1, 2, 3]
     assert servers[0].cancelled == servers[1].cancelled == 0
     servers[0].release.set()
     await another
@@ -302,15 +302,15 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
     pool = GenerationPool(completions_per_server=10, interruption="resubmit", patience_s=5)
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
-    transcript = Transcript(request())
-    async with servers[0].runs(finish(pool, transcript)) as call:
+    pending = PendingCompletions(request())
+    async with servers[0].runs(finish(pool, pending)) as call:
         await pool.load_version(version(1))
         await servers[0].started("r-0-2")
         await pool.load_version(version(2))
         await servers[0].started("r-0-4")
         assert (await pool.loads())[0].recomputed_tokens == 1 + 7  # since the last update
     assert call.result() == [WHOLE]
-    assert join_completions(transcript.completions())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
+    assert join_completions(pending.completions())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
     await pool.close()
 
 
@@ -331,62 +331,62 @@ async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool
 
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
-    freed, transcript = [], Transcript(request(n=4))
+    freed, pending = [], PendingCompletions(request(n=4))
     pool.subscribe(lambda: freed.append(pool.room))
     servers[0].release.clear()
     servers[0].early["r"] = [1, 2]
-    call = asyncio.ensure_future(pool.generate(transcript))
-    assert not transcript.sent
+    call = asyncio.ensure_future(pool.generate(pending))
+    assert not pending.sent
     await until(lambda: freed)
-    assert transcript.sent
-    assert (freed, transcript.unfinished()) == ([8], [0, 3])
-    assert [index for index, _ in transcript.finished()] == [1, 2]
+    assert pending.sent
+    assert (freed, pending.unfinished()) == ([8], [0, 3])
+    assert [index for index, _ in pending.finished()] == [1, 2]
     servers[0].release.set()
     await call
     assert (freed, pool.room) == ([8, 10], 10)
-    assert tokens(transcript) == [WHOLE] * 4
+    assert tokens(pending) == [WHOLE] * 4
 
 
 async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].early["r"] = [1]
-    transcript = Transcript(request(n=3))
-    take = transcript.take
+    pending = PendingCompletions(request(n=3))
+    take = pending.take
 
     def refusing(indices, body):
         if 1 in indices:
             raise GenerationError("unreadable")
         take(indices, body)
 
-    transcript.take = refusing
+    pending.take = refusing
     with pytest.raises(GenerationError, match="unreadable"):
-        await pool.generate(transcript)
-    assert (transcript.unfinished(), pool.room, pool.lost) == ([1], 10, ())
+        await pool.generate(pending)
+    assert (pending.unfinished(), pool.room, pool.lost) == ([1], 10, ())
 
 
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
-    transcript, call = await begun(servers[0], pool)
+    pending, call = await begun(servers[0], pool)
     servers[0].refused.add("r-0-2")
     servers[0].release_after_abort = True
     await interrupt(servers[0])
     with pytest.raises(GenerationError, match="400"):
         await call
-    assert transcript.unfinished() == [0]
+    assert pending.unfinished() == [0]
     servers[0].refused.clear()
-    assert await finish(pool, transcript) == [WHOLE] * 2
+    assert await finish(pool, pending) == [WHOLE] * 2
     assert [call for call in servers[0].calls if isinstance(call, str)] == ["r", "r-0-2", "r-1-2", "r-0-2"]
 
 
 async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     await both(servers, pool)
     servers[0].release.clear()
-    transcript, call = await begun(servers[0], pool)
+    pending, call = await begun(servers[0], pool)
     await pool.abort_all()
     await call
-    assert transcript.unfinished() == [0, 1]
-    assert transcript.sampled().tokens == 4
+    assert pending.unfinished() == [0, 1]
+    assert pending.sampled().tokens == 4
     assert servers[0].requests.keys() | servers[1].requests.keys() == {"r"}
 
 

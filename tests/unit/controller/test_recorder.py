@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from areal_core.config.schema import load
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger
+from areal_core.controller.core.notes import Ending
+from areal_core.controller.core.payloads import Place
 from areal_core.controller.recorder import BatchMetrics, Recorder
 from areal_core.errors import RewardTimeoutError, RewardWorkerError
-from areal_core.rollout.ledger import Selection, TrajectoryLedger
-from areal_core.rollout.notes import Ending
-from areal_core.rollout.payloads import Place
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
 from tests.support.servers import server_load
@@ -64,12 +64,12 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
         tokens=10,
         min_version=0,
         max_version=0,
-        outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
+        outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
         truncated=(False, True),
         metrics={"environment/turns": (1.0, 2.0), "environment/found": (5.0,)},
     )
     ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
-    assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
+    assert ledger.fix_batch(step, Selection(groups=1, rule="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", digest=str(step)))
 
 
@@ -179,7 +179,7 @@ def test_groups_that_could_not_be_scored_are_counted_by_their_reason(ledger: Tra
     logged = points(tmp_path / "outbox.sqlite")
     assert {key: value for (key, _), value in logged.items() if key.endswith("_groups")} == {
         "rollout/dropped_groups": 3,
-        "rollout/uniform_groups": 0,
+        "rollout/zero_variance_groups": 0,
         "rollout/reward_failed_groups": 0,
         "rollout/reward_timeout_groups": 2,
         "rollout/reward_worker_died_groups": 1,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from areal_core.controller.core.ledger import TrajectoryLedger, snapshot
 from areal_core.controller.restore import forget_damaged, restore
-from areal_core.rollout.ledger import TrajectoryLedger, snapshot
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo

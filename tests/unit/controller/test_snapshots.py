@@ -12,24 +12,24 @@ from unittest.mock import MagicMock
 import pytest
 
 from areal_core.config.schema import load
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.retention import Retention
 from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import StorageError
-from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupSummary, Outcome
 
-ONE = Selection(groups=1, policy="admit", max_staleness=9, max_requeues=0)
+ONE = Selection(groups=1, rule="admit", max_staleness=9, max_requeues=0)
 SUMMARY = GroupSummary(
     lengths=(1, 1),
     rewards=(1.0, 0.0),
     tokens=2,
     min_version=0,
     max_version=0,
-    outcomes={Outcome.RIGHT: 1},
+    outcomes={Outcome.CORRECT: 1},
     truncated=(False, False),
 )
 

@@ -99,7 +99,12 @@ def test_answers_are_judged_by_the_rule_of_their_data_set(tokenizer):
     task = Prompt(index=0, prompt_id="", text="", token_ids=(), answer=prompt.answer)  # the answer says it all
     gold = json.loads(task.answer)["answer"]
     judged = [procedural(task, text) for text in (gold.lower(), f"{gold} is the one", "Nobody", "\n")]
-    assert [verdict.outcome for verdict in judged] == [Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG, Outcome.NO_ANSWER]
+    assert [verdict.outcome for verdict in judged] == [
+        Outcome.CORRECT,
+        Outcome.INCORRECT,
+        Outcome.INCORRECT,
+        Outcome.NO_ANSWER,
+    ]
     assert [verdict.score for verdict in judged[:3]] == [1.0, 0.0, 0.0]
 
 
@@ -107,8 +112,8 @@ def test_a_rule_knows_which_numbers_may_be_used(tokenizer):
     countdown = source(tokenizer, dataset="countdown", dataset_options="max_numbers=4", max_prompt_tokens=4000)
     task = countdown.prompt(0)
     gold = json.loads(task.answer)["answer"]
-    assert procedural(task, f"<answer>({gold}) + 0 * 0</answer>").outcome is Outcome.WRONG
-    assert procedural(task, f"<answer>({gold})</answer>").outcome is Outcome.RIGHT
+    assert procedural(task, f"<answer>({gold}) + 0 * 0</answer>").outcome is Outcome.INCORRECT
+    assert procedural(task, f"<answer>({gold})</answer>").outcome is Outcome.CORRECT
 
 
 def task_of(dataset, draw=0, seed=11):
@@ -135,8 +140,8 @@ def task_of(dataset, draw=0, seed=11):
 )
 def test_gold_answers_are_right_in_tags_and_as_last_lines(dataset, draw):
     task, gold = task_of(dataset, draw)
-    assert procedural(task, f"I think so:\n<answer>\n{gold}\n</answer>").outcome is Outcome.RIGHT
-    assert not gold or procedural(task, f"I think so:\n{gold}").outcome is Outcome.RIGHT
+    assert procedural(task, f"I think so:\n<answer>\n{gold}\n</answer>").outcome is Outcome.CORRECT
+    assert not gold or procedural(task, f"I think so:\n{gold}").outcome is Outcome.CORRECT
     assert "Integral" not in gold
 
 
@@ -192,7 +197,7 @@ def test_an_integral_that_restates_the_question_is_wrong(dataset, restated):
 )
 def test_formulas_are_scored_as_without_confinement(dataset, form, right):
     task, gold = task_of(dataset)
-    assert (procedural(task, f"<answer>{form.format(gold)}</answer>").outcome is Outcome.RIGHT) == right
+    assert (procedural(task, f"<answer>{form.format(gold)}</answer>").outcome is Outcome.CORRECT) == right
 
 
 def test_entries_are_the_same_in_every_process():

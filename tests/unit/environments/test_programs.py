@@ -54,25 +54,25 @@ def code():
 @pytest.mark.parametrize(
     ("tests", "completion", "outcome"),
     [
-        (SUM, "So:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is it.", Outcome.RIGHT),
-        (SUM, "print(sum(map(int, input().split())))", Outcome.RIGHT),
-        (SUM, "```python\nprint(3)\n```", Outcome.WRONG),
-        (SUM, "```python\nprint(sum(map(int, input().split())))\nexit(1)\n```", Outcome.WRONG),
+        (SUM, "So:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is it.", Outcome.CORRECT),
+        (SUM, "print(sum(map(int, input().split())))", Outcome.CORRECT),
+        (SUM, "```python\nprint(3)\n```", Outcome.INCORRECT),
+        (SUM, "```python\nprint(sum(map(int, input().split())))\nexit(1)\n```", Outcome.INCORRECT),
         (SUM, "```python\nprint(sum(map(int input().split())))\n```", Outcome.UNPARSABLE),
         (SUM, "I don't know.", Outcome.NO_ANSWER),
         (SUM, "```\nwhile True: pass\n```", Outcome.TIMED_OUT),
-        (ADD, "def add(a, b):\n    print('beside the point')\n    return a + b\n", Outcome.RIGHT),
-        (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b\n", Outcome.RIGHT),
-        (ADD, "def add(a, b):\n    return 3\n", Outcome.WRONG),
-        (ADD, "def plus(a, b):\n    return a + b\n", Outcome.WRONG),
+        (ADD, "def add(a, b):\n    print('beside the point')\n    return a + b\n", Outcome.CORRECT),
+        (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b\n", Outcome.CORRECT),
+        (ADD, "def add(a, b):\n    return 3\n", Outcome.INCORRECT),
+        (ADD, "def plus(a, b):\n    return a + b\n", Outcome.INCORRECT),
         (ADD, "def add(a, b:\n    return a + b\n", Outcome.NO_ANSWER),
-        (ADD, "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())\n", Outcome.RIGHT),
-        (PAIR, "```python\ndef pair(x):\n    return twice(x)\n```", Outcome.RIGHT),
-        (PAIR, "    return (x, x)\n", Outcome.RIGHT),
-        (PAIR, "def pair(x):\n    return [x, x]\n", Outcome.WRONG),
-        (PAIR, "def pair(x):\n    raise KeyError\n", Outcome.WRONG),
-        (PAIR, "def pair(x):\n    return lambda: x\n", Outcome.WRONG),
-        (PAIR, "pass", Outcome.WRONG),
+        (ADD, "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())\n", Outcome.CORRECT),
+        (PAIR, "```python\ndef pair(x):\n    return twice(x)\n```", Outcome.CORRECT),
+        (PAIR, "    return (x, x)\n", Outcome.CORRECT),
+        (PAIR, "def pair(x):\n    return [x, x]\n", Outcome.INCORRECT),
+        (PAIR, "def pair(x):\n    raise KeyError\n", Outcome.INCORRECT),
+        (PAIR, "def pair(x):\n    return lambda: x\n", Outcome.INCORRECT),
+        (PAIR, "pass", Outcome.INCORRECT),
         ({**PAIR, "test": "def check(candidate): assert ("}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
         ({**PAIR, "test": "1 / 0"}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
         ({"inputs": []}, "print(1)", Outcome.FAILED),
@@ -97,12 +97,12 @@ def empty(*outputs):
 def test_a_verdict_has_one_budget_and_ends_with_the_first_wrong_test():
     half = "import time\nwhile time.process_time() < 0.6: pass\nprint(1)\n"
     code = Programs(dataclasses.replace(SETTINGS, program_cpu_s=1))
-    assert code(empty("1"), half).outcome is Outcome.RIGHT
+    assert code(empty("1"), half).outcome is Outcome.CORRECT
     assert code(empty("1", "1"), half).outcome is Outcome.TIMED_OUT
-    assert code(empty(*["1"] * 60), "print(1)").outcome is Outcome.RIGHT  # sandboxes are not charged to the program
+    assert code(empty(*["1"] * 60), "print(1)").outcome is Outcome.CORRECT  # sandboxes are not charged to the program
     began = []
     code._sandbox.run = lambda *arguments, run=code._sandbox.run: began.append(1) or run(*arguments)  # pyright: ignore
-    assert code(empty("1", "2", "3"), "print(1)").outcome is Outcome.WRONG
+    assert code(empty("1", "2", "3"), "print(1)").outcome is Outcome.INCORRECT
     assert len(began) == 2
 
 
@@ -112,7 +112,7 @@ def test_a_program_is_out_of_wall_time_in_two_sandboxes(busy):
     code = Programs(dataclasses.replace(SETTINGS, program_cpu_s=0.5))
     sources = ["import time; time.sleep(1000)"] * busy + ["print(1)"]
     code._sandbox.run = lambda source, *others, run=code._sandbox.run: run(sources.pop(0), *others)  # pyright: ignore
-    assert code(empty("1"), "print(1)").outcome is (Outcome.TIMED_OUT if busy == 2 else Outcome.RIGHT)
+    assert code(empty("1"), "print(1)").outcome is (Outcome.TIMED_OUT if busy == 2 else Outcome.CORRECT)
     assert len(sources) == (busy == 2)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments.census import LeftOut, Reason
+from areal_core.environments.dataset_report import LeftOut, Reason
 from areal_core.environments.row_filters import SuccessRates, overlapping
 from areal_core.errors import ConfigError
 

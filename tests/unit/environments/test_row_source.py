@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.config.schema import RunConfig
-from areal_core.environments.census import Reason
+from areal_core.environments.dataset_report import Reason
 from areal_core.environments.row_source import RowSource
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
@@ -48,7 +48,7 @@ def row(question, answer=1, **fields):
 
 def asked(source):
     """The training prompts, in the order of their texts."""
-    return sorted(source.prompt(index).text for index in range(source.census.training.prompts))
+    return sorted(source.prompt(index).text for index in range(source.report.training.prompts))
 
 
 def test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
@@ -72,7 +72,7 @@ def test_a_benchmark_stays_whole_and_can_be_alone(tokenizer, tmp_path):
     held_out = write(tmp_path / "test", row("a b"), row("a b"))
     source = opened(tokenizer, None, held_out, min_prompt_tokens=3)
     assert len(source.held_out()) == 2
-    assert source.census.training is None
+    assert source.report.training is None
 
 
 def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
@@ -80,10 +80,10 @@ def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
     train = write(tmp_path / "train", row("What  is 0 ?", 0), *rows)
     source = opened(tokenizer, train, write(tmp_path / "test", *rows[:2]))
     assert {source.prompt(i).answer for i in range(20)} == {"2", "3"}
-    assert source.census.training.left_out == {Reason.DUPLICATE: 1, Reason.OVERLAPPING: 2}
+    assert source.report.training.left_out == {Reason.DUPLICATE: 1, Reason.OVERLAPPING: 2}
     template = "{{ question }}\nReason step by step, and after that put the answer that you have found into a box."
     worded = opened(tokenizer, train, write(tmp_path / "test", rows[0]), prompt_template=template)
-    assert worded.census.training.prompts == 3  # the words of a template are no overlap
+    assert worded.report.training.prompts == 3  # the words of a template are no overlap
 
 
 def test_prompts_of_benchmarks_are_not_trained_on(tokenizer, tmp_path):
@@ -121,9 +121,9 @@ TEMPLATES = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_t
 )  # fmt: skip
 def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, rows, settings, prompts, left_out):
     source = opened(tokenizer, *files(tmp_path, *rows), **settings)
-    census = source.census.training
-    assert (asked(source), census.left_out) == (prompts, left_out)
-    assert (census.path, census.rows, census.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
+    report = source.report.training
+    assert (asked(source), report.left_out) == (prompts, left_out)
+    assert (report.path, report.rows, report.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
 
 
 def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_path):
@@ -138,7 +138,7 @@ def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_pat
     for settings in ({"success_field": "rate"}, {"success_path": str(rates)}):
         source = opened(tokenizer, *paths, min_success=0.05, max_success=0.95, **settings)
         assert asked(source) == ["q 0.5"]
-        assert source.census.training.left_out == {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
+        assert source.report.training.left_out == {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_a_bad_line_is_refused_on_request_with_its_file(tokenizer, tmp_path, bad
 
 
 def test_refusing_bad_rows_refuses_no_filter(tokenizer, tmp_path):
-    assert opened(tokenizer, *files(tmp_path, row("a b"), row("a b")), bad_rows="refuse").census.training.prompts == 1
+    assert opened(tokenizer, *files(tmp_path, row("a b"), row("a b")), bad_rows="refuse").report.training.prompts == 1
 
 
 def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
     held_out = write(tmp_path / "test", row("1+1=", 2), row("What?"))
-    census = opened(char_tokenizer(), None, held_out).census.held_out
-    assert census.left_out == {Reason.UNSPELLABLE: 1}
-    assert census.bad[0].startswith("line 2: the model's tokenizer can't spell 'What?'")
+    report = opened(char_tokenizer(), None, held_out).report.held_out
+    assert report.left_out == {Reason.UNSPELLABLE: 1}
+    assert report.bad[0].startswith("line 2: the model's tokenizer can't spell 'What?'")
 
 
 def test_bad_lines_are_skipped_and_the_first_are_named_in_a_warning(tokenizer, tmp_path, caplog):

@@ -17,7 +17,7 @@ from areal_core.errors import RewardError
 from areal_core.types import Outcome, Prompt
 
 TASK = Prompt(index=0, prompt_id="0", text="1+\x1b[2J1=", token_ids=(1,), answer="2")
-RIGHT, WRONG, FAILED = Outcome.RIGHT, Outcome.WRONG, Outcome.FAILED
+RIGHT, WRONG, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.FAILED
 
 
 def judged(verify: Callable[[Prompt, str], Any], text: str = "#3\nareal: error: forged") -> Verdict:

@@ -29,22 +29,22 @@ def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
 @pytest.mark.parametrize(
     ("completion", "gold", "outcome"),
     [
-        ("so there are 18 eggs.\n#### 18", "18", Outcome.RIGHT),
-        ("\\boxed{1,500}", "1500", Outcome.RIGHT),
-        ("27.0", "27", Outcome.RIGHT),
-        ("it is 27", "27.5", Outcome.WRONG),
-        ("18 at first, then 19", "18", Outcome.WRONG),
+        ("so there are 18 eggs.\n#### 18", "18", Outcome.CORRECT),
+        ("\\boxed{1,500}", "1500", Outcome.CORRECT),
+        ("27.0", "27", Outcome.CORRECT),
+        ("it is 27", "27.5", Outcome.INCORRECT),
+        ("18 at first, then 19", "18", Outcome.INCORRECT),
         ("no idea", "18", Outcome.NO_ANSWER),
         ("\\boxed{\\frac{1}{2}", "1/2", Outcome.UNPARSABLE),
         ("\\boxed{(1}", "1", Outcome.UNPARSABLE),
         ("\\boxed{" + "x" * 601 + "}", "1", Outcome.UNPARSABLE),
-        ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.RIGHT),
-        ("\\boxed{2}", "3\\sqrt{2}", Outcome.WRONG),
-        ("\\boxed{9^{9^{9^{9}}}}", "\\sqrt{2}", Outcome.WRONG),
-        ("\\boxed{x}", "np.arcsin(10/13", Outcome.WRONG),
+        ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.CORRECT),
+        ("\\boxed{2}", "3\\sqrt{2}", Outcome.INCORRECT),
+        ("\\boxed{9^{9^{9^{9}}}}", "\\sqrt{2}", Outcome.INCORRECT),
+        ("\\boxed{x}", "np.arcsin(10/13", Outcome.INCORRECT),
     ],
 )
 def test_mathematics(completion, gold, outcome):
     verdict = mathematics(task(gold), completion)
     assert verdict.outcome is outcome
-    assert verdict.score == (1.0 if outcome is Outcome.RIGHT else 0.0)
+    assert verdict.score == (1.0 if outcome is Outcome.CORRECT else 0.0)

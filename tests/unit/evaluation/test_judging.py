@@ -23,7 +23,7 @@ def verify(task: Prompt, text: str) -> Verdict:
         ctypes.string_at(0)
     if text == "bug":
         raise KeyError(text)
-    return Verdict.of(Outcome.RIGHT if text == task.answer else Outcome.WRONG, text)
+    return Verdict.of(Outcome.CORRECT if text == task.answer else Outcome.INCORRECT, text)
 
 
 CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
@@ -53,15 +53,15 @@ def test_each_problem_has_its_own_verdicts(workers: int) -> None:
     texts = [[str(i + j) for j in range(1 + i % 4)] for i in range(200)]
     found = judged(texts, workers=workers)
     assert [[verdict.answer for verdict in its] for its in found] == texts
-    assert all(its[0].outcome is Outcome.RIGHT for its in found)
-    assert all(verdict.outcome is Outcome.WRONG for its in found for verdict in its[1:])
+    assert all(its[0].outcome is Outcome.CORRECT for its in found)
+    assert all(verdict.outcome is Outcome.INCORRECT for its in found for verdict in its[1:])
 
 
 @pytest.mark.parametrize("text", ["hang", "die"])
 def test_a_completion_that_costs_a_worker_its_process_costs_no_other_its_verdict(text: str) -> None:
     found = judged([*([str(i), "x"] for i in range(20)), ["20", text], *([str(i)] for i in range(21, 40))], workers=1)
-    assert [verdict.outcome for verdict in found[20]] == [Outcome.RIGHT, Outcome.TIMED_OUT]
-    assert all(its[0].outcome is Outcome.RIGHT for its in found)
+    assert [verdict.outcome for verdict in found[20]] == [Outcome.CORRECT, Outcome.TIMED_OUT]
+    assert all(its[0].outcome is Outcome.CORRECT for its in found)
 
 
 def test_a_verifier_with_a_bug_ends_all_that_wait() -> None:

@@ -9,14 +9,14 @@ from areal_core.types import Outcome
 ABOUT = {"benchmark": {"name": "b", "problems": 2}, "seed": 1, "task": {"chat": {"system": None}}}
 
 
-def sample(outcome=Outcome.RIGHT, text="4", **more):
-    score = {Outcome.RIGHT: 1.0, Outcome.FAILED: None, Outcome.TIMED_OUT: None}.get(outcome, 0.0)
+def sample(outcome=Outcome.CORRECT, text="4", **more):
+    score = {Outcome.CORRECT: 1.0, Outcome.FAILED: None, Outcome.TIMED_OUT: None}.get(outcome, 0.0)
     return Sample(
         **{"text": text, "tokens": 2, "truncated": False, "outcome": outcome, "score": score, "answer": text, **more}
     )
 
 
-def record(problem, greedy=Outcome.RIGHT, samples=()):
+def record(problem, greedy=Outcome.CORRECT, samples=()):
     return Record(
         problem=problem,
         prompt_id=f"id-{problem}",
@@ -38,11 +38,11 @@ def written(file, *problems, synced=True):
 def test_records_are_read_again_in_the_order_of_problems(tmp_path):
     file = tmp_path / "new" / "b.jsonl"
     with RecordFile(file, ABOUT) as records:
-        records.add(record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT]))
+        records.add(record(1, Outcome.TIMED_OUT, [Outcome.INCORRECT, Outcome.CORRECT]))
         records.add(record(0))
         assert 0 in records
     with RecordFile(file, ABOUT) as again:
-        assert again.records == [record(0), record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT])]
+        assert again.records == [record(0), record(1, Outcome.TIMED_OUT, [Outcome.INCORRECT, Outcome.CORRECT])]
         assert 2 not in again
         again.add(record(2))
     assert [one.problem for one in RecordFile(file, ABOUT).records] == [0, 1, 2]

@@ -8,7 +8,7 @@ from areal_core.evaluation.records import Record, Sample
 from areal_core.evaluation.scores import compared, rates, scored
 from areal_core.types import Outcome
 
-RIGHT, WRONG, NONE, FAILED = Outcome.RIGHT, Outcome.WRONG, Outcome.NO_ANSWER, Outcome.FAILED
+RIGHT, WRONG, NONE, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.NO_ANSWER, Outcome.FAILED
 
 
 def sample(outcome, answer=None, *, tokens=10, truncated=False, text="text"):

@@ -35,7 +35,7 @@ def opened(task, path, held_out, *overrides):
 def test_benchmark_of_mathematics_is_held_out(task):
     source = opened(task, None, SAMPLES / f"{task}.jsonl")
     assert [prompt.answer for prompt in source.held_out()] == HELD_OUT[task]
-    assert source.census.training is None
+    assert source.report.training is None
 
 
 def test_a_benchmark_has_other_fields_than_what_is_trained_on():
@@ -53,7 +53,7 @@ def test_a_benchmark_has_other_fields_than_what_is_trained_on():
 )
 def test_mathematics_is_trained_on(task, file, held_out, answers):
     source = opened(task, SAMPLES / file, SAMPLES / held_out)
-    assert {source.prompt(index).answer for index in range(source.census.training.prompts)} == answers
+    assert {source.prompt(index).answer for index in range(source.report.training.prompts)} == answers
 
 
 def test_human_eval_is_held_out():
@@ -103,7 +103,7 @@ def test_published_data_sets_are_read_whole(task, training, held_out, prompts):
     others = ",".join(str(folder / f"{name}.jsonl") for name in ("aime24", "amc23", "minerva-math"))
     files = [folder / f"{name}.jsonl" if name else None for name in (training, held_out)]
     benchmarks = [f"task.benchmark_paths='{others}'"] if training else []
-    census = opened(task, *files, "task.max_prompt_tokens=8192", *benchmarks).census
-    assert (census.held_out.rows, census.held_out.prompts) == (prompts, prompts)
+    report = opened(task, *files, "task.max_prompt_tokens=8192", *benchmarks).report
+    assert (report.held_out.rows, report.held_out.prompts) == (prompts, prompts)
     if training:  # but for what the benchmarks have too
-        assert (census.training.rows, census.training.prompts) == (7473, 7469)
+        assert (report.training.rows, report.training.prompts) == (7473, 7469)

@@ -69,10 +69,10 @@ import sys
 from pathlib import Path
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
-for name in ("stays", "goes"):
+for name in ("server_sessions", "goes"):
     log = LogFile(Path({str(tmp_path)!r}) / name, 10**6, 1)
     argv = [sys.executable, "-c", "import time; time.sleep(600)"]
-    child = children.start(name, argv, log=log, environment={{}}, grace_s=0.1, outlives=name == "stays")
+    child = children.start(name, argv, log=log, environment={{}}, grace_s=0.1, outlives=name == "server_sessions")
     print(child.pid, flush=True)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)

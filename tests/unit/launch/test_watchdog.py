@@ -1,4 +1,4 @@
-"""What is concluded from pulses, written here by hand."""
+"""What is concluded from heartbeats, written here by hand."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import subprocess
 from pathlib import Path
 
 from areal_core.config.schema import LaunchConfig
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Heartbeat
 from areal_core.launch.watchdog import Looks, Standstill, Watchdog, chain, is_stopped, kernel_state
 
 LAUNCH = LaunchConfig(liveness_timeout_s=6.0, stall_timeout_s=20.0)
-BUSY = Pulse(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)
+BUSY = Heartbeat(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)
 WAITS = dataclasses.replace(BUSY, doing="idle", waits_for="work")
 
 
-def put(folder: Path, name: str, said: Pulse) -> None:
+def put(folder: Path, name: str, said: Heartbeat) -> None:
     (folder / name).write_text(json.dumps(dataclasses.asdict(said)))
 
 
 class Process:
     """A process that says what it is told to, a record for each look."""
 
-    def __init__(self, folder: Path, said: Pulse) -> None:
+    def __init__(self, folder: Path, said: Heartbeat) -> None:
         self.file = folder / "trainer-0"
         self.said = said
         self.watchdog = Watchdog(self.file, said.pid, LAUNCH)
@@ -49,7 +49,7 @@ def test_process_that_gets_on_or_waits_or_is_another_is_left_alone(tmp_path: Pat
     process = Process(tmp_path, BUSY)
     process.watchdog = Watchdog(process.file, BUSY.pid + 1, LAUNCH)
     assert process.looks(100, beats=0) is None
-    assert not process.watchdog.has_pulse
+    assert not process.watchdog.has_heartbeat
 
 
 def test_process_that_does_not_beat_or_get_on_is_found(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def told(folder: Path, looks: int, *, beats: bool = True) -> str | None:
     standstill, found = Standstill(folder, LAUNCH), None
     for _ in range(looks):
         for file in folder.iterdir():
-            said = pulse.read(file)
+            said = heartbeat.read(file)
             assert said is not None
             put(folder, file.name, dataclasses.replace(said, beats=said.beats + beats))
         found = standstill.look(1.0)
@@ -108,7 +108,7 @@ def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> 
 def test_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store_or_is_silent(tmp_path: Path) -> None:
     put(tmp_path, "controller-0", WAITS)
     assert told(tmp_path, 100, beats=False) is None  # which its own watchdog will find
-    for waits_for in (None, pulse.STORE):
+    for waits_for in (None, heartbeat.STORE):
         put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
         assert told(tmp_path, 100) is None
 
@@ -119,8 +119,8 @@ def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:
     assert chain(circle, "trainer-0") == (
         "trainer-0 waits, waiting for controller-0; controller-0 waits, waiting for trainer"
     )
-    pulses = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
-    assert chain(pulses, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"
+    heartbeats = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
+    assert chain(heartbeats, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"
 
 
 def test_the_kernels_state_of_a_process() -> None:

@@ -30,7 +30,7 @@ def verify(task: Prompt, text: str) -> Verdict:
         print("no outcome")
     if text == "loop":
         asyncio.run(asyncio.sleep(0))
-    return Verdict.of(Outcome.RIGHT, text)
+    return Verdict.of(Outcome.CORRECT, text)
 
 
 def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
@@ -38,7 +38,7 @@ def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
 
 
 def test_verdicts_are_those_of_the_verifier() -> None:
-    assert outcome("print") == Verdict.of(Outcome.RIGHT, "print")
+    assert outcome("print") == Verdict.of(Outcome.CORRECT, "print")
     with pytest.raises(RewardError, match="again"):
         outcome("again")
     assert "asyncio.run() cannot be called from a running event loop" in str(outcome("loop").failure)

@@ -11,7 +11,7 @@ from areal_core.api.wire import Arrival, encode_generation, join_completions
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import Setting, Verdict, given, sampled, side_by_side
+from areal_core.environments.environment import EnvContext, Verdict, given, sampled, side_by_side
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
@@ -47,7 +47,7 @@ def advance_all(environment, *turns, n=2, max_new_tokens=20):
 
 
 def trajectory(*segments, reward=1.0):
-    return Trajectory(segments=segments, reward=reward, outcome=Outcome.RIGHT if reward == 1.0 else Outcome.WRONG)
+    return Trajectory(segments=segments, reward=reward, outcome=Outcome.CORRECT if reward == 1.0 else Outcome.INCORRECT)
 
 
 class Talker:
@@ -235,11 +235,11 @@ def test_a_request_beyond_the_limit_is_refused(asked):
 
 def unsure(task, text):
     """No result for an even digit."""
-    return Verdict.of(Outcome.FAILED if text in ("2", "4") else Outcome.RIGHT)
+    return Verdict.of(Outcome.FAILED if text in ("2", "4") else Outcome.CORRECT)
 
 
 def scored(*texts, **settings):
-    setting = Setting(
+    context = EnvContext(
         environment=EnvironmentConfig(**settings),
         task=TaskConfig(),
         algorithm=AlgorithmConfig(),
@@ -247,7 +247,7 @@ def scored(*texts, **settings):
         dialogue=Dialogue(ChatConfig(), TOKENIZER),
         verify=unsure,
     )
-    [group] = advance_all(SingleTurn(setting), [served(*map(completion, texts))], n=len(texts))
+    [group] = advance_all(SingleTurn(context), [served(*map(completion, texts))], n=len(texts))
     return group
 
 

@@ -32,7 +32,7 @@ def scored(rewards: tuple[float | None, ...] = (0.1 + 0.2, None)) -> ScoredGroup
             tokens=3,
             min_version=0,
             max_version=2,
-            outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
+            outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
             truncated=(True, False),
             checksums=(1, 2, 2**32 - 1),
         ),

@@ -339,7 +339,7 @@ class Noting:
             [one] = await policy.sample(task.token_ids)
             await asyncio.sleep(0.05)
             Path(os.environ["NOTED"]).touch()
-            return Trajectory(segments=(given(task.token_ids), sampled(one)), reward=1.0, outcome=Outcome.RIGHT)
+            return Trajectory(segments=(given(task.token_ids), sampled(one)), reward=1.0, outcome=Outcome.CORRECT)
 
         return await side_by_side(rollout() for _ in range(n))
 

@@ -186,12 +186,12 @@ def test_label_or_document_that_the_server_refuses_costs_only_itself(server: Ser
     outbox.params({"a": "new", "b": "1", "c": "2"})
     outbox.tags({"d": "3", "e": "4"})
     outbox.document("config", 0, {"seed": 1})
-    outbox.document("census", 0, {"rows": 3})
+    outbox.document("dataset_report", 0, {"rows": 3})
     outbox.end("FINISHED")
     server.refused = {"c", "d", "config.json"}
     assert forward(outbox)
     assert (server.params, server.tags) == ({"a": "old", "b": "1"}, {"e": "4"})
-    assert server.artifacts == {"census.json": {"rows": 3}}
+    assert server.artifacts == {"dataset_report.json": {"rows": 3}}
     assert [str(one) for one in outbox.refusals()] == [
         "param a: it is 'old' there and can't change",
         "param c: can't take that",

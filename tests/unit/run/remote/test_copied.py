@@ -18,8 +18,8 @@ import pytest
 from areal_core.api import head as head_module
 from areal_core.api.head import AwayError, Head
 from areal_core.errors import ConfigError, ProcessError, StorageError
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Heartbeat
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote import copied as module
 from areal_core.run.remote.copied import CopiedFolder, Place, RunLostError
@@ -155,10 +155,10 @@ def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable
     there.ready_file("controller").unlink()
     wait_for(lambda: here.controller_url() is None)
     write_json(here.ready_file("generation"), {"pid": 9, "url": "http://g:1"})
-    beat = Pulse(pid=9, beats=1, turns=1, progress=4, doing="x" * 500, waits_for=None)
-    pulse.write(here.pulse_file("generation"), beat)
+    beat = Heartbeat(pid=9, beats=1, turns=1, progress=4, doing="x" * 500, waits_for=None)
+    heartbeat.write(here.heartbeat_file("generation"), beat)
     wait_for(lambda: there.ready_info("generation") == {"pid": 9, "url": "http://g:1"})
-    wait_for(lambda: pulse.read(there.pulse_file("generation")) == dataclasses.replace(beat, doing="x" * 200))
+    wait_for(lambda: heartbeat.read(there.heartbeat_file("generation")) == dataclasses.replace(beat, doing="x" * 200))
     here.ready_file("generation").unlink()
     wait_for(lambda: there.ready_info("generation") is None)
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Heartbeat
 from areal_core.run.remote.nodes import GONE_S, Nodes, Said, TakenError
 from tests.support.remote import HeadNode
 
@@ -70,14 +70,16 @@ def test_workers_that_have_said_their_last_words_or_are_gone_are_not_awaited(nod
 
 def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nodes: Nodes, head_node: HeadNode) -> None:
     run = head_node.run
-    nodes.hear("a", said(ready={"generation-0": {"pid": 7, "url": "http://10.0.0.2:1"}}, pulses={"generation-0": BEAT}))
+    nodes.hear(
+        "a", said(ready={"generation-0": {"pid": 7, "url": "http://10.0.0.2:1"}}, heartbeats={"generation-0": BEAT})
+    )
     assert run.ready_info("generation") == {"pid": 7, "url": "http://10.0.0.2:1"}
-    assert pulse.read(run.pulse_file("generation")) == Pulse(**BEAT)
-    nodes.hear("a", said(pulses={"generation-0": LATER}))
+    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**BEAT)
+    nodes.hear("a", said(heartbeats={"generation-0": LATER}))
     assert run.ready_info("generation") is None
-    assert pulse.read(run.pulse_file("generation")) == Pulse(**LATER)
-    nodes.hear("a", said(pulses={"generation-0": BEAT}, over=True))
-    assert pulse.read(run.pulse_file("generation")) is None
+    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**LATER)
+    nodes.hear("a", said(heartbeats={"generation-0": BEAT}, over=True))
+    assert heartbeat.read(run.heartbeat_file("generation")) is None
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,9 @@ def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nod
         ("a", said(2), r"--first: servers 2 to 2 are more than the run has"),
         ("a", said(0, role="trainer"), "--node: must be from 1 to 1"),
         ("a", said(2, role="trainer"), "--node: must be from 1 to 1"),
-        ("a", said(ready={"generation-1": {"pid": 1}}), "ready, pulses: 'generation-1' is none of generation-0$"),
-        ("a", said(pulses={"controller-0": BEAT}), "ready, pulses: 'controller-0' is none of generation-0$"),
-        ("a", said(1, role="trainer", ready={"trainer-0": {"pid": 1}}), "ready, pulses: 'trainer-0' is none of "),
+        ("a", said(ready={"generation-1": {"pid": 1}}), "ready, heartbeats: 'generation-1' is none of generation-0$"),
+        ("a", said(heartbeats={"controller-0": BEAT}), "ready, heartbeats: 'controller-0' is none of generation-0$"),
+        ("a", said(1, role="trainer", ready={"trainer-0": {"pid": 1}}), "ready, heartbeats: 'trainer-0' is none of "),
     ],
 )
 def test_what_no_worker_says_changes_nothing(
@@ -110,8 +112,8 @@ def test_what_no_worker_says_changes_nothing(
         {"count": 0},
         {"address": "x" * 1000},
         {"ready": {"generation-0": {"pid": "7"}}},
-        {"pulses": {"generation-0": BEAT | {"doing": "x" * 1000}}},
-        {"pulses": {"generation-0": BEAT | {"beats": -1}}},
+        {"heartbeats": {"generation-0": BEAT | {"doing": "x" * 1000}}},
+        {"heartbeats": {"generation-0": BEAT | {"beats": -1}}},
     ],
 )
 def test_bodies_are_checked_field_by_field(fields: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def test_a_step_takes_the_time_of_its_passes(mode: str, devices: int, idle_s: fl
     assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 2) + idle_s)
     assert stats.updates == 2
     assert stats.loss_tokens == sum(share.loss_tokens)
-    assert stats.mismatch_kl is None
+    assert stats.train_inference_kl is None
 
 
 def test_a_rank_stands_for_the_accelerators_of_its_replicas() -> None:

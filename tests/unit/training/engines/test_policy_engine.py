@@ -354,7 +354,7 @@ def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lo
     stats = step(one, nothing)
     assert (stats.updates, stats.loss_tokens, stats.trained_tokens) == (0, 0, 0)
     assert (stats.loss, stats.grad_norm, stats.update_norm) == (0, 0, 0)
-    assert (stats.metrics, stats.mismatch_kl) == ({}, None)
+    assert (stats.metrics, stats.train_inference_kl) == ({}, None)
     assert all(np.isfinite(value) for value in numbers(stats).values() if value is not None)
     after = one.state()
     assert after.scalars == before.scalars

@@ -64,7 +64,7 @@ def test_on_policy_step_by_definition():
     assert stats.loss_tokens == stats.trained_tokens == tokens
     assert (stats.updates, stats.metrics["loss/clip_fraction"], stats.metrics["loss/cap_fraction"]) == (1, 0, 0)
     assert stats.learning_rate == pytest.approx(1e-2 / 4)
-    assert stats.mismatch_kl == pytest.approx(0, abs=1e-12)
+    assert stats.train_inference_kl == pytest.approx(0, abs=1e-12)
     assert stats.metrics["loss/approx_kl"] == pytest.approx(0, abs=1e-9)
     assert stats.metrics["policy/ess"] == pytest.approx(1)
     assert stats.metrics["policy/importance_weight_max"] == 1
@@ -369,10 +369,10 @@ def test_mismatch_is_measured_in_the_precision_of_training():
     one, half = engine(), engine(HALF)
     logprobs = half.logprobs(share)
     share = replace(share, behaviour_logprobs=logprobs)
-    total, tokens = half.mismatch(share, half.weights(), 0)
+    total, tokens = half.train_inference_kl(share, half.weights(), 0)
     sampled = int(share.lengths[:16].sum())
     assert (total, tokens) == (pytest.approx(0, abs=1e-12), int(share.loss_mask[:sampled].sum()))
-    assert one.mismatch(share, one.weights(), 0)[0] > 1e-6
+    assert one.train_inference_kl(share, one.weights(), 0)[0] > 1e-6
 
 
 def test_mismatch_is_measured_where_the_version_has_sampled():
@@ -380,17 +380,20 @@ def test_mismatch_is_measured_where_the_version_has_sampled():
     share = replace(share, behaviour_logprobs=one.logprobs(share), versions=np.where(share.loss_mask, 3, -1))
     start = int(share.lengths[:-1].sum())
     share.versions[start:][share.loss_mask[start:]] = 5  # the last sequence alone
-    assert one.mismatch(share, one.weights(), 5) == (pytest.approx(0, abs=1e-9), int(share.loss_mask[start:].sum()))
-    assert one.mismatch(share, one.weights(), 4) == (0.0, 0)
+    assert one.train_inference_kl(share, one.weights(), 5) == (
+        pytest.approx(0, abs=1e-9),
+        int(share.loss_mask[start:].sum()),
+    )
+    assert one.train_inference_kl(share, one.weights(), 4) == (0.0, 0)
 
 
 def test_standard_measures_the_mismatch_before_its_first_update_only():
     one, share = engine(algorithm=STANDARD), batch()
     stats = one.train_step(share, None)
     assert stats.updates == 2
-    assert one.train_step(batch(step=1), None).mismatch_kl != stats.mismatch_kl
+    assert one.train_step(batch(step=1), None).train_inference_kl != stats.train_inference_kl
     stale = replace(share, versions=share.versions - 1)
-    assert engine(algorithm=STANDARD).train_step(stale, None).mismatch_kl is None
+    assert engine(algorithm=STANDARD).train_step(stale, None).train_inference_kl is None
 
 
 @pytest.mark.parametrize("minibatches", [2, 5])

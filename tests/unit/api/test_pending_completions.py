@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import receive
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import encode_generation, join_completions
 from areal_core.errors import GenerationError
 from areal_core.types import Completion, GenerationRequest, Tally
@@ -32,14 +32,14 @@ def body(*completions, version=3):
     return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions], logprobs=True)
 
 
-def take(transcript, indices, content):
-    transcript.take(indices, receive(content))
+def take(pending, indices, content):
+    pending.take(indices, receive(content))
 
 
 def begun(*completions, **changes):
-    transcript = Transcript(dataclasses.replace(REQUEST, n=len(completions), **changes))
-    take(transcript, range(len(completions)), body(*completions))
-    return transcript
+    pending = PendingCompletions(dataclasses.replace(REQUEST, n=len(completions), **changes))
+    take(pending, range(len(completions)), body(*completions))
+    return pending
 
 
 def request_of(request):
@@ -47,51 +47,51 @@ def request_of(request):
     return dataclasses.replace(request, token_ids=tuple(map(int, request.token_ids)))
 
 
-def joined(transcript):
-    return [(one.token_ids.tolist(), one.finish_reason) for one in join_completions(transcript.completions())]
+def joined(pending):
+    return [(one.token_ids.tolist(), one.finish_reason) for one in join_completions(pending.completions())]
 
 
 def test_a_body_that_is_complete_is_kept_as_it_is():
     whole = body(([4, 5], "length"), ([6, STOP], "stop"))
-    transcript = Transcript(REQUEST)
-    assert not transcript.begun
-    take(transcript, [0, 1], whole)
-    assert transcript.begun
-    assert transcript.unfinished() == []
-    assert [one.segments for one in transcript.completions()] == [((whole, 0),), ((whole, 1),)]
-    assert transcript.completions()[0].segments[0][0] is whole
-    assert joined(transcript) == [([4, 5], "length"), ([6, STOP], "stop")]
+    pending = PendingCompletions(REQUEST)
+    assert not pending.begun
+    take(pending, [0, 1], whole)
+    assert pending.begun
+    assert pending.unfinished() == []
+    assert [one.segments for one in pending.completions()] == [((whole, 0),), ((whole, 1),)]
+    assert pending.completions()[0].segments[0][0] is whole
+    assert joined(pending) == [([4, 5], "length"), ([6, STOP], "stop")]
 
 
 def test_interrupted_completions_are_continued_and_others_are_left_alone():
-    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
-    assert transcript.unfinished() == [0, 2]
-    take(transcript, [2], body(([11, 12], "abort"), version=4))
-    take(transcript, [0], body(([6], "abort"), version=4))
-    assert transcript.unfinished() == [0, 2]
-    take(transcript, [0], body(([7, STOP], "stop"), version=6))
-    assert transcript.unfinished() == [2]
-    take(transcript, [2], body(([13, 14, 15, 16], "length"), version=6))
-    assert transcript.unfinished() == []
-    completions = join_completions(transcript.completions())
+    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
+    assert pending.unfinished() == [0, 2]
+    take(pending, [2], body(([11, 12], "abort"), version=4))
+    take(pending, [0], body(([6], "abort"), version=4))
+    assert pending.unfinished() == [0, 2]
+    take(pending, [0], body(([7, STOP], "stop"), version=6))
+    assert pending.unfinished() == [2]
+    take(pending, [2], body(([13, 14, 15, 16], "length"), version=6))
+    assert pending.unfinished() == []
+    completions = join_completions(pending.completions())
     assert [one.token_ids.tolist() for one in completions] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
     assert [one.versions.tolist() for one in completions] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
     assert [one.finish_reason for one in completions] == ["stop", "stop", "length"]
     for one in completions:
         assert one.logprobs.tolist() == (-one.token_ids / 8).tolist()
         assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
-    assert transcript.sampled() == Tally(tokens=13)
+    assert pending.sampled() == Tally(tokens=13)
 
 
 def test_a_continuation_asks_for_the_rest():
-    transcript = begun(([4, 5], "abort"), ([], "abort"))
-    first, second = transcript.continuation(0), transcript.continuation(1)
+    pending = begun(([4, 5], "abort"), ([], "abort"))
+    first, second = pending.continuation(0), pending.continuation(1)
     assert request_of(first) == dataclasses.replace(
         REQUEST, request_id="r-0-2", token_ids=(7, 8, 9, 4, 5), n=1, max_tokens=4, seed=first.seed
     )
     assert request_of(second) == dataclasses.replace(REQUEST, request_id="r-1-0", n=1, seed=second.seed)
-    take(transcript, [0], body(([6], "abort")))
-    third = transcript.continuation(0)
+    take(pending, [0], body(([6], "abort")))
+    third = pending.continuation(0)
     assert (third.request_id, request_of(third).token_ids, third.max_tokens) == ("r-0-3", (7, 8, 9, 4, 5, 6), 3)
 
 
@@ -109,11 +109,11 @@ def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
     ("whole", "reason"), [([4, 1], "stop"), ([4, 2], "stop"), ([4] * 6, "length"), ([4] * 5 + [STOP], "stop")]
 )
 def test_completion_that_was_interrupted_after_its_stop_token_or_at_its_limit_is_finished(whole, reason):
-    transcript = begun((whole, "abort"), (whole[:-1], "abort"))
-    assert transcript.unfinished() == [1]
-    take(transcript, [1], body((whole[-1:], "abort")))
-    assert transcript.unfinished() == []
-    assert joined(transcript) == [(whole, reason)] * 2
+    pending = begun((whole, "abort"), (whole[:-1], "abort"))
+    assert pending.unfinished() == [1]
+    take(pending, [1], body((whole[-1:], "abort")))
+    assert pending.unfinished() == []
+    assert joined(pending) == [(whole, reason)] * 2
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_completion_that_was_interrupted_after_its_stop_token_or_at_its_limit_is
     ],
 )
 def test_what_can_not_be_continued_from_is_refused(first, said):
-    transcript = Transcript(REQUEST)
+    pending = PendingCompletions(REQUEST)
     with pytest.raises(GenerationError, match=said) as caught:
-        take(transcript, [0, 1], first)
+        take(pending, [0, 1], first)
     assert "\n" not in str(caught.value)
-    assert not transcript.begun
+    assert not pending.begun
 
 
 @pytest.mark.parametrize(
@@ -146,80 +146,80 @@ def test_what_can_not_be_continued_from_is_refused(first, said):
     ],
 )
 def test_a_rest_that_is_none_leaves_the_completion_as_it_was(rest, said):
-    transcript = begun(([4], "abort"), ([5, STOP], "stop"))
-    before, asked = transcript.completions(), transcript.continuation(0)
+    pending = begun(([4], "abort"), ([5, STOP], "stop"))
+    before, asked = pending.completions(), pending.continuation(0)
     with pytest.raises(GenerationError, match=said):
-        take(transcript, [0], rest)
-    assert (transcript.completions(), transcript.unfinished()) == (before, [0])
-    assert request_of(transcript.continuation(0)) == request_of(asked)
+        take(pending, [0], rest)
+    assert (pending.completions(), pending.unfinished()) == (before, [0])
+    assert request_of(pending.continuation(0)) == request_of(asked)
 
 
 def test_what_was_refused_halfway_leaves_nothing_behind():
-    transcript = Transcript(REQUEST)
+    pending = PendingCompletions(REQUEST)
     with pytest.raises(GenerationError):
-        take(transcript, [0, 1], body(([4, 5], "abort"), ([], "length")))
-    take(transcript, [0, 1], body(([6], "abort"), ([7, STOP], "stop")))
-    assert joined(transcript) == [([6], "abort"), ([7, STOP], "stop")]
-    assert transcript.sampled() == Tally(tokens=5)
-    assert transcript.take_refused() == Tally(tokens=2)
-    assert transcript.sampled() == Tally(tokens=3)
-    assert transcript.take_refused() == Tally()
+        take(pending, [0, 1], body(([4, 5], "abort"), ([], "length")))
+    take(pending, [0, 1], body(([6], "abort"), ([7, STOP], "stop")))
+    assert joined(pending) == [([6], "abort"), ([7, STOP], "stop")]
+    assert pending.sampled() == Tally(tokens=5)
+    assert pending.take_refused() == Tally(tokens=2)
+    assert pending.sampled() == Tally(tokens=3)
+    assert pending.take_refused() == Tally()
 
 
 def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
-    transcript = Transcript(REQUEST)
+    pending = PendingCompletions(REQUEST)
     with pytest.raises(GenerationError):
-        take(transcript, [0, 1], b"no JSON")
-    assert transcript.sampled() == Tally(unread=2 * 6)
-    transcript.discard()
-    assert (transcript.begun, transcript.sampled()) == (False, Tally(unread=2 * 6))
-    take(transcript, [0, 1], body(([4, 5], "abort"), ([6, STOP], "stop")))
+        take(pending, [0, 1], b"no JSON")
+    assert pending.sampled() == Tally(unread=2 * 6)
+    pending.discard()
+    assert (pending.begun, pending.sampled()) == (False, Tally(unread=2 * 6))
+    take(pending, [0, 1], body(([4, 5], "abort"), ([6, STOP], "stop")))
     with pytest.raises(GenerationError):
-        take(transcript, [0], b"no JSON")
-    assert transcript.take_refused() == Tally(unread=2 * 6 + 4)
-    assert transcript.sampled() == Tally(tokens=4)
+        take(pending, [0], b"no JSON")
+    assert pending.take_refused() == Tally(unread=2 * 6 + 4)
+    assert pending.sampled() == Tally(tokens=4)
 
 
 def test_discarded_completions_are_counted_and_requested_again():
-    assert Transcript(REQUEST).sampled() == Tally()
-    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
-    assert transcript.sampled() == Tally(tokens=4)
-    take(transcript, [0], body(([7], "length")))
-    transcript.discard()
-    assert transcript.unfinished() == [0, 1]
-    assert transcript.take_refused() == Tally(tokens=5)
-    take(transcript, [0, 1], body(([8], "length"), ([6, STOP], "stop")))
-    assert transcript.sampled() == Tally(tokens=3)
-    assert joined(transcript) == [([8], "length"), ([6, STOP], "stop")]
+    assert PendingCompletions(REQUEST).sampled() == Tally()
+    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"))
+    assert pending.sampled() == Tally(tokens=4)
+    take(pending, [0], body(([7], "length")))
+    pending.discard()
+    assert pending.unfinished() == [0, 1]
+    assert pending.take_refused() == Tally(tokens=5)
+    take(pending, [0, 1], body(([8], "length"), ([6, STOP], "stop")))
+    assert pending.sampled() == Tally(tokens=3)
+    assert joined(pending) == [([8], "length"), ([6, STOP], "stop")]
 
 
 def test_completions_are_taken_as_they_end():
     """In whatever order, and together where they ended together; one that is interrupted is not finished."""
     notified = []
-    transcript = Transcript(dataclasses.replace(REQUEST, n=4))
-    transcript.notify = lambda: notified.append(transcript.unfinished())
-    take(transcript, [2], body(([4, STOP], "stop")))
-    assert (transcript.begun, transcript.pending) == (True, True)
-    take(transcript, [3, 0], body(([5, STOP], "stop"), ([6], "abort")))
-    assert [index for index, _ in transcript.finished()] == [2, 3]
-    assert (transcript.finished(), transcript.pending) == ([], False)
-    take(transcript, [0], body(([7, STOP], "stop")))
-    take(transcript, [1], body(([8, STOP], "stop")))
-    ended = transcript.finished()
+    pending = PendingCompletions(dataclasses.replace(REQUEST, n=4))
+    pending.notify = lambda: notified.append(pending.unfinished())
+    take(pending, [2], body(([4, STOP], "stop")))
+    assert (pending.begun, pending.has_finished) == (True, True)
+    take(pending, [3, 0], body(([5, STOP], "stop"), ([6], "abort")))
+    assert [index for index, _ in pending.finished()] == [2, 3]
+    assert (pending.finished(), pending.has_finished) == ([], False)
+    take(pending, [0], body(([7, STOP], "stop")))
+    take(pending, [1], body(([8, STOP], "stop")))
+    ended = pending.finished()
     assert [index for index, _ in ended] == [0, 1]
     assert [one.token_ids.tolist() for one in join_completions([one for _, one in ended])] == [[6, 7, STOP], [8, STOP]]
     assert notified == [[0, 1, 3], [0, 1], [1], []]
-    assert transcript.sampled() == Tally(tokens=9)
-    transcript.repeat()
-    assert [index for index, _ in transcript.finished()] == [0, 1, 2, 3]
-    transcript.discard()
-    assert (transcript.begun, transcript.pending, transcript.unfinished()) == (False, False, [0, 1, 2, 3])
+    assert pending.sampled() == Tally(tokens=9)
+    pending.repeat()
+    assert [index for index, _ in pending.finished()] == [0, 1, 2, 3]
+    pending.discard()
+    assert (pending.begun, pending.has_finished, pending.unfinished()) == (False, False, [0, 1, 2, 3])
 
 
 def test_completions_travel_with_one_copy_of_a_body_that_they_share():
-    transcript = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
-    take(transcript, [0], body(([7], "length")))
-    sent = pickle.dumps(transcript.completions())
+    pending = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
+    take(pending, [0], body(([7], "length")))
+    sent = pickle.dumps(pending.completions())
     bodies = [raw for one in pickle.loads(sent) for raw, _ in one.segments]
     assert len(bodies) == 3
     assert bodies[0] is bodies[2]

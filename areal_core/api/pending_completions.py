@@ -29,7 +29,7 @@ class _Completion:
     finish_reason: str | None = None  # where it isn't what the last segment says
 
 
-class Transcript:
+class PendingCompletions:
     """The completions of `request`, as far as they are known."""
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -57,7 +57,7 @@ class Transcript:
             self.notify()
 
     @property
-    def pending(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether `finished` would return any."""
         return bool(self._finished)
 

@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
+from areal_core.environments.failures import Failures
 from areal_core.errors import RewardError, RewardTimeoutError, UserCodeError, VerifierError
-from areal_core.rollout.failures import Failures
 from areal_core.types import Outcome
 
 FAILURE = "environment.verifier own:check: KeyError: 'anwser' (own.py:4)\n    Traceback\n    completion:"
 
 
 def outcomes(failed: int = 0, timed_out: int = 0, *, of: int = 8) -> dict[Outcome, int]:
-    found = {Outcome.FAILED: failed, Outcome.TIMED_OUT: timed_out, Outcome.RIGHT: of - failed - timed_out}
+    found = {Outcome.FAILED: failed, Outcome.TIMED_OUT: timed_out, Outcome.CORRECT: of - failed - timed_out}
     return {outcome: count for outcome, count in found.items() if count}
 
 
@@ -62,7 +62,7 @@ def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
         failures.failed_try(LATE)
         failures.failed_try(RewardError("another"))
         failures.settled(outcomes(timed_out=8), None)
-        failures.settled({Outcome.WRONG: 8}, None, truncated=8)  # which the verifier has not seen
+        failures.settled({Outcome.INCORRECT: 8}, None, truncated=8)  # which the verifier has not seen
     with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 tries in a row failed this way; the run ends$"):
         failures.failed_try(LATE)
     later = Failures(0.2)
@@ -76,7 +76,7 @@ def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
 
 def test_truncated_completions_do_not_hide_a_bug() -> None:
     failures = Failures(0.2)
-    mixed = {Outcome.FAILED: 1, Outcome.WRONG: 7}
+    mixed = {Outcome.FAILED: 1, Outcome.INCORRECT: 7}
     for _ in range(3):
         failures.settled(mixed, FAILURE, truncated=7)
     with pytest.raises(UserCodeError, match="100% of the rollouts of the last 4 groups"):

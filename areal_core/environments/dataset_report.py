@@ -40,7 +40,7 @@ class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
 
 
 @dataclass(slots=True)
-class FileCensus:
+class FileReport:
     """The rows of one file."""
 
     path: str
@@ -64,8 +64,8 @@ class FileCensus:
 
 
 @dataclass(slots=True)
-class Census:
+class DatasetReport:
     """The rows of a task's files."""
 
-    training: FileCensus | None  # None: there is nothing to train on
-    held_out: FileCensus
+    training: FileReport | None  # None: there is nothing to train on
+    held_out: FileReport

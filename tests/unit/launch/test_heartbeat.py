@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch import heartbeat
+from areal_core.launch.heartbeat import Heartbeat
 
 PATIENCE_S = 30.0
 SAYS = """
 import asyncio, sys, time
 from pathlib import Path
-from areal_core.launch import pulse
-pulse._BEAT_S = 0.05
-pulse.start(Path(sys.argv[1]))
+from areal_core.launch import heartbeat
+heartbeat._BEAT_S = 0.05
+heartbeat.start(Path(sys.argv[1]))
 def line():
     return sys.stdin.readline().strip()
 """
@@ -28,7 +28,7 @@ def line():
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a process with a pulse in `tmp_path / "p"`, which goes on at every line that it is sent."""
+    """Starts a process with a heartbeat in `tmp_path / "p"`, which goes on at every line that it is sent."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
@@ -42,9 +42,9 @@ def process(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         each.communicate()
 
 
-def until(file: Path, condition: Callable[[Pulse], bool]) -> Pulse:
+def until(file: Path, condition: Callable[[Heartbeat], bool]) -> Heartbeat:
     deadline = time.monotonic() + PATIENCE_S
-    while (said := pulse.read(file)) is None or not condition(said):
+    while (said := heartbeat.read(file)) is None or not condition(said):
         assert time.monotonic() < deadline, said
         time.sleep(0.01)
     return said
@@ -61,10 +61,10 @@ def test_a_process_says_what_it_does_and_whom_it_waits_for(
 ) -> None:
     its = process("""
 line()
-pulse.say("step 1: training")
-with pulse.waiting("the store", "a checkpoint"):
+heartbeat.say("step 1: training")
+with heartbeat.waiting("the store", "a checkpoint"):
     line()
-pulse.progressed()
+heartbeat.progressed()
 line()
 """)
     first = until(tmp_path / "p", lambda said: True)
@@ -87,8 +87,8 @@ line()
 def test_one_that_is_ready_and_says_nothing_owes_no_progress(
     tmp_path: Path, process: Callable[[str], subprocess.Popen[str]]
 ) -> None:
-    process("pulse.ready(); line()")
-    assert until(tmp_path / "p", lambda said: said.doing != "starting").waits_for == pulse.WORK
+    process("heartbeat.ready(); line()")
+    assert until(tmp_path / "p", lambda said: said.doing != "starting").waits_for == heartbeat.WORK
 
 
 def test_an_event_loop_that_stands_still_turns_no_more_while_the_process_beats(
@@ -96,7 +96,7 @@ def test_an_event_loop_that_stands_still_turns_no_more_while_the_process_beats(
 ) -> None:
     its = process("""
 async def main():
-    pulse.follow(asyncio.get_running_loop())
+    heartbeat.follow(asyncio.get_running_loop())
     await asyncio.to_thread(line)
     line()
 asyncio.run(main())
@@ -113,11 +113,11 @@ asyncio.run(main())
 
 
 def test_half_written_file_is_no_record_and_the_same_words_are_no_progress(tmp_path: Path) -> None:
-    assert pulse.read(tmp_path / "none") is None
+    assert heartbeat.read(tmp_path / "none") is None
     for text in ("", '{"pid": 1, "bea', json.dumps({"pid": 1})):
         (tmp_path / "p").write_text(text)
-        assert pulse.read(tmp_path / "p") is None
-    pulse.say("the same")
-    before = pulse._said.progress
-    pulse.say("the same")
-    assert pulse._said.progress == before
+        assert heartbeat.read(tmp_path / "p") is None
+    heartbeat.say("the same")
+    before = heartbeat._said.progress
+    heartbeat.say("the same")
+    assert heartbeat._said.progress == before

@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
+from areal_core.controller.core.counters import ServerCounters
+from areal_core.controller.core.notes import RunNotes
+from areal_core.controller.core.payloads import PayloadIndex, Place
+from areal_core.controller.core.versions import PublishedVersions
 from areal_core.errors import LedgerError
-from areal_core.rollout.counters import ServerCounters
-from areal_core.rollout.notes import RunNotes
-from areal_core.rollout.payloads import PayloadIndex, Place
-from areal_core.rollout.versions import PublishedVersions
 from areal_core.storage import durable
 from areal_core.types import (
     FORMAT,
@@ -119,7 +119,7 @@ class Selection:
     """
 
     groups: int  # P
-    policy: str
+    rule: str
     max_staleness: int
     max_requeues: int
 
@@ -292,9 +292,9 @@ class TrajectoryLedger:
             last = self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
             if step != last + 1:
                 raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
-            if selection.policy == "drop":
+            if selection.rule == "drop":
                 self._drop_stale(step, selection)
-            states = "('inflight', 'ready')" if selection.policy == "wait" else "('ready')"
+            states = "('inflight', 'ready')" if selection.rule == "wait" else "('ready')"
             rows = self._db.execute(
                 f"SELECT group_id, state FROM groups WHERE state IN {states} ORDER BY admission LIMIT ?",
                 (selection.groups,),

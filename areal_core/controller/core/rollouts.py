@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.types import GenerationRequest, SampleRequest, Tally
@@ -32,7 +32,7 @@ class Session(Protocol):
 class _Part:
     """What is generated for one request."""
 
-    transcript: Transcript
+    pending: PendingCompletions
     generating: asyncio.Task[None] | None = None  # until it was looked at once it is done
 
 
@@ -42,11 +42,11 @@ class Rollouts:
     def __init__(
         self,
         request: GenerationRequest,
-        generate: Callable[[Transcript], Coroutine[Any, Any, None]],
+        generate: Callable[[PendingCompletions], Coroutine[Any, Any, None]],
         begin: Callable[[bool], Session],
     ) -> None:
-        """`request` is for the completions that the group begins with. `generate` has those of a transcript finished,
-        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, the transcript holds all
+        """`request` is for the completions that the group begins with. `generate` has those of a pending finished,
+        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, the pending holds all
         that was sampled. `begin` opens a session; it is told whether a verdict of the group has cost a worker its
         process."""
         self._request = request
@@ -55,9 +55,9 @@ class Rollouts:
         self._session: Session | None = None
         self._costs_workers = False
         self._asked: Counter[bytes] = Counter()  # times that the environment has requested completions of the same text
-        self._lost: list[Transcript] = []  # of requests that a failure has made worthless
+        self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
         self._changed = asyncio.Event()
-        self.first = Transcript(request)
+        self.first = PendingCompletions(request)
         self._parts = [_Part(self.first)]
         self.first.notify = self._changed.set
 
@@ -87,18 +87,18 @@ class Rollouts:
 
     def sampled(self) -> Tally:
         """Tokens of all that servers have returned, except those that `take_refused` has returned."""
-        return sum((transcript.sampled() for transcript in self._transcripts()), Tally())
+        return sum((pending.sampled() for pending in self._pending()), Tally())
 
     def take_refused(self) -> Tally:
         """Tokens that a failure has made worthless since the last call."""
-        refused = sum((transcript.take_refused() for transcript in self._transcripts()), Tally())
+        refused = sum((pending.take_refused() for pending in self._pending()), Tally())
         self._lost = []
         return refused
 
     @property
     def complete(self) -> bool:
         """Whether all that was requested is there, and the environment has got it."""
-        return not any(part.transcript.unfinished() or part.transcript.pending for part in self._parts)
+        return not any(part.pending.unfinished() or part.pending.has_finished for part in self._parts)
 
     async def __aenter__(self) -> Rollouts:
         return self
@@ -111,8 +111,8 @@ class Rollouts:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _start(self, part: _Part) -> None:
-        if part.generating is None and part.transcript.unfinished():
-            part.generating = asyncio.ensure_future(self._generate(part.transcript))
+        if part.generating is None and part.pending.unfinished():
+            part.generating = asyncio.ensure_future(self._generate(part.pending))
             part.generating.add_done_callback(lambda _: self._changed.set())
 
     def _raise_failures(self) -> None:
@@ -126,7 +126,7 @@ class Rollouts:
         return [
             Arrival(request, index, completion)
             for request, part in enumerate(self._parts)
-            for index, completion in part.transcript.finished()
+            for index, completion in part.pending.finished()
         ]
 
     async def _advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
@@ -139,8 +139,8 @@ class Rollouts:
             (first, *later) = self._parts
             await _end(later)
             for part in later:
-                part.transcript.discard()
-            self._lost += [part.transcript for part in later]
+                part.pending.discard()
+            self._lost += [part.pending for part in later]
             self._parts = [first]
             self._asked.clear()
             if isinstance(error, GenerationError):
@@ -163,8 +163,8 @@ class Rollouts:
             max_tokens=asked.max_tokens,
             seed=seed,
         )
-        part = _Part(Transcript(request))
-        part.transcript.notify = self._changed.set
+        part = _Part(PendingCompletions(request))
+        part.pending.notify = self._changed.set
         self._parts.append(part)
         self._start(part)
 
@@ -173,8 +173,8 @@ class Rollouts:
             self._session.close()
             self._session = None
 
-    def _transcripts(self) -> list[Transcript]:
-        return [*self._lost, *(part.transcript for part in self._parts)]
+    def _pending(self) -> list[PendingCompletions]:
+        return [*self._lost, *(part.pending for part in self._parts)]
 
 
 async def _end(parts: Sequence[_Part]) -> None:

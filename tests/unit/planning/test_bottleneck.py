@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.planning.account import account, bound, explain
+from areal_core.planning.bottleneck import account, bound, explain
 from areal_core.tracking.timeline import Span
 
 START = 1000.0  # s since the Unix epoch

@@ -26,16 +26,16 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import RunConfig
+from areal_core.controller.core.gate import StalenessGate
+from areal_core.controller.core.ledger import AdmittedGroup, Selection, TrajectoryLedger
+from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.rollouts import Rollouts, Session, trajectory_seed
+from areal_core.environments.failures import Failures
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
-from areal_core.rollout.failures import Failures
-from areal_core.rollout.gate import StalenessGate
-from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.rollout.payloads import Place
-from areal_core.rollout.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.types import (
     BatchManifest,
     GenerationRequest,
@@ -68,10 +68,10 @@ class Engine(Protocol):
         """Completions worth having in flight beside those that were sent; 0 while no server takes work."""
         ...
 
-    async def generate(self, transcript: Transcript) -> None:
+    async def generate(self, pending: PendingCompletions) -> None:
         """Have its completions finished, which it takes as they end; marks it as sent once `room` counts them. Raises
         GenerationError, and may be called again for those that are left. When cancelled, it first ends its requests at
-        the servers: the transcript holds all that they have sampled."""
+        the servers: the pending holds all that they have sampled."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -128,18 +128,18 @@ class RolloutController:
         )
         self._selection = Selection(
             groups=config.groups_per_batch,
-            policy=config.rollout.policy,
+            rule=config.rollout.batch_selection,
             max_staleness=config.max_staleness,
             max_requeues=config.rollout.max_requeues,
         )
         self._changed = Signal()
         self._freed = Signal()  # servers may have room, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._unsent: list[Transcript] = []  # of groups just admitted, which no server counts yet
+        self._unsent: list[PendingCompletions] = []  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
         self._failures = Failures(config.environment.max_no_result)
         self._failed_in_a_row = 0
-        self._uniform_in_a_row = 0
+        self._zero_variance_in_a_row = 0
         self._replaced = False  # servers may still hold weights that a new incarnation has replaced
         self._finished: str | None = None
 
@@ -248,7 +248,7 @@ class RolloutController:
 
     def _has_room(self) -> bool:
         """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
-        self._unsent = [transcript for transcript in self._unsent if not transcript.sent]
+        self._unsent = [pending for pending in self._unsent if not pending.sent]
         if self._replaced or self.engine.room <= len(self._unsent) * self._group_size:
             return False
         return self._gate.admits(self._group_size, admitted=self.ledger.admitted, version=self.engine.version)
@@ -292,10 +292,10 @@ class RolloutController:
         summary = outcome.summary
         self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
         if self.config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
-            self._drop_uniform(group, summary)
+            self._drop_zero_variance(group, summary)
         else:
             self.ledger.ready(group.group_id, summary, place, version=self.engine.version)
-            self._uniform_in_a_row = 0
+            self._zero_variance_in_a_row = 0
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
@@ -326,12 +326,12 @@ class RolloutController:
                 if tries >= self.config.rollout.max_tries:
                     raise
 
-    async def _generate(self, transcript: Transcript) -> None:
+    async def _generate(self, pending: PendingCompletions) -> None:
         """Have the unfinished completions of a request finished."""
         timeout_s = self.config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self.engine.generate(transcript)
+                await self.engine.generate(pending)
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no completions within {timeout_s} s") from None
 
@@ -346,16 +346,16 @@ class RolloutController:
         if self._failed_in_a_row >= self.config.groups_per_batch:
             raise error
 
-    def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
+    def _drop_zero_variance(self, group: AdmittedGroup, summary: GroupSummary) -> None:
         """Give the place of a group whose rewards are all equal to another prompt (DAPO's dynamic sampling). A run that
         finds no other groups must end."""
         self.ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
-        self.ledger.drop(group.group_id, "uniform")
-        self._uniform_in_a_row += 1
-        if self._uniform_in_a_row >= self.config.rollout.max_uniform_groups and self._finished is None:
+        self.ledger.drop(group.group_id, "zero_variance")
+        self._zero_variance_in_a_row += 1
+        if self._zero_variance_in_a_row >= self.config.rollout.max_zero_variance_groups and self._finished is None:
             raise ConfigError(
                 "rollout.dynamic_sampling: all rewards of a group were equal in each of the last "
-                f"{self._uniform_in_a_row} groups; prompts must be neither too easy nor too hard for the policy"
+                f"{self._zero_variance_in_a_row} groups; prompts must be neither too easy nor too hard for the policy"
             )
 
     async def _update(self) -> None:

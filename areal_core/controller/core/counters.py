@@ -14,8 +14,8 @@ import sqlite3
 from collections.abc import Callable
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS stays (
-    stay INTEGER PRIMARY KEY,
+CREATE TABLE IF NOT EXISTS server_sessions (
+    session INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     url TEXT NOT NULL,
     joined INTEGER NOT NULL,         -- its counter when it joined
@@ -44,26 +44,27 @@ class ServerCounters:
             self.report(name, counter, self.accounted())
         else:
             self.end(name)
-            insert = "INSERT INTO stays (name, url, joined, counted, accounted) VALUES (?, ?, ?, ?, ?)"
+            insert = "INSERT INTO server_sessions (name, url, joined, counted, accounted) VALUES (?, ?, ?, ?, ?)"
             self._db.execute(insert, (name, url, counter, counter, self.accounted()))
 
     def report(self, name: str, counter: int, accounted: int) -> None:
         """Store a server's counter, and `accounted` as it was when the counter was requested."""
         self._db.execute(
-            "UPDATE stays SET counted = ?, accounted = ? WHERE name = ? AND NOT over", (counter, accounted, name)
+            "UPDATE server_sessions SET counted = ?, accounted = ? WHERE name = ? AND NOT over",
+            (counter, accounted, name),
         )
 
     def end(self, name: str, *, uncounted: int = 0) -> None:
         """A server has left, or is lost with up to `uncounted` tokens that it had not reported."""
-        update = "UPDATE stays SET over = 1, uncounted = uncounted + ? WHERE name = ? AND NOT over"
+        update = "UPDATE server_sessions SET over = 1, uncounted = uncounted + ? WHERE name = ? AND NOT over"
         self._db.execute(update, (uncounted, name))
 
     def resume(self) -> None:
         """A restarted controller goes on. Servers may have ended with the one before it: then the tokens that groups
         gained since their last report are in no counter."""
         self._db.execute(
-            "UPDATE stays SET uncounted = uncounted + ? - accounted "
-            "WHERE stay = (SELECT stay FROM stays WHERE NOT over ORDER BY accounted LIMIT 1)",
+            "UPDATE server_sessions SET uncounted = uncounted + ? - accounted "
+            "WHERE session = (SELECT session FROM server_sessions WHERE NOT over ORDER BY accounted LIMIT 1)",
             (self.accounted(),),
         )
 
@@ -71,15 +72,15 @@ class ServerCounters:
         """These counters are of a time before the servers' last reports, which are lost: what servers that are still
         there have sampled since is nobody's. All begin new stays."""
         self.resume()
-        self._db.execute("UPDATE stays SET over = 1 WHERE NOT over")
+        self._db.execute("UPDATE server_sessions SET over = 1 WHERE NOT over")
 
     def generated(self) -> int:
         """Tokens that the servers have counted since they joined."""
-        return self._db.execute("SELECT COALESCE(SUM(counted - joined), 0) FROM stays").fetchone()[0]
+        return self._db.execute("SELECT COALESCE(SUM(counted - joined), 0) FROM server_sessions").fetchone()[0]
 
     def uncounted(self) -> int:
         """Upper bound on the tokens that they sampled and never reported."""
-        return self._db.execute("SELECT COALESCE(SUM(uncounted), 0) FROM stays").fetchone()[0]
+        return self._db.execute("SELECT COALESCE(SUM(uncounted), 0) FROM server_sessions").fetchone()[0]
 
     def _open(self, name: str) -> sqlite3.Row | None:
-        return self._db.execute("SELECT * FROM stays WHERE name = ? AND NOT over", (name,)).fetchone()
+        return self._db.execute("SELECT * FROM server_sessions WHERE name = ? AND NOT over", (name,)).fetchone()

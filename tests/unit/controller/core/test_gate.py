@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_core.rollout.gate import StalenessGate
+from areal_core.controller.core.gate import StalenessGate
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 12])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival
+from areal_core.controller.core.rollouts import Rollouts
 from areal_core.errors import RewardError
-from areal_core.rollout.rollouts import Rollouts
 from areal_core.types import GenerationRequest, GroupSummary, SampleRequest, Tally
 from tests.support.rollout import body
 
@@ -51,24 +51,24 @@ class Servers:
     """Whose requests end when they are told to, by request id."""
 
     def __init__(self) -> None:
-        self.transcripts: dict[str, Transcript] = {}
+        self.pending: dict[str, PendingCompletions] = {}
         self.ends: dict[str, asyncio.Future[None]] = {}
         self.cancelled: list[str] = []
 
-    async def generate(self, transcript: Transcript) -> None:
-        name = transcript.request.request_id
-        self.transcripts[name] = transcript
+    async def generate(self, pending: PendingCompletions) -> None:
+        name = pending.request.request_id
+        self.pending[name] = pending
         self.ends[name] = asyncio.get_running_loop().create_future()
         try:
             await self.ends[name]
         except asyncio.CancelledError:
             self.cancelled.append(name)
-            transcript.take([index := transcript.unfinished()[0]], receive(body([((4,), "abort")], 0)))
-            assert index in transcript.unfinished()
+            pending.take([index := pending.unfinished()[0]], receive(body([((4,), "abort")], 0)))
+            assert index in pending.unfinished()
             raise
 
     async def complete(self, name: str, *indices: int, last: bool = False) -> None:
-        self.transcripts[name].take(indices, receive(body([((5, 1), "stop")] * len(indices), 0)))
+        self.pending[name].take(indices, receive(body([((5, 1), "stop")] * len(indices), 0)))
         if last:
             self.ends[name].set_result(None)
         await turns()
@@ -119,7 +119,7 @@ def test_further_requests_have_seeds_of_their_text() -> None:
             await turns()
             await servers.complete("g", 0)
             await servers.complete("g", 1)
-            further = [transcript for name, transcript in servers.transcripts.items() if name != "g"]
+            further = [pending for name, pending in servers.pending.items() if name != "g"]
             found = sorted((each.request.token_ids, each.request.seed) for each in further)
             assert [text for text, _ in found] == [(8,), (9,), (9,)]
             seeds[order] = [seed for _, seed in found]
@@ -138,7 +138,7 @@ def test_after_a_failure_the_environment_begins_again_with_the_first_completions
         await servers.complete("g", 1)
         with pytest.raises(RewardError, match="broke"):
             await scoring
-        [further] = [name for name in servers.transcripts if name != "g"]
+        [further] = [name for name in servers.pending if name != "g"]
         assert servers.cancelled == [further]  # what it had requested is worth nothing, and counted
         assert rollouts.take_refused() == Tally(tokens=1)
         assert session.open == 0

@@ -1,4 +1,4 @@
-"""What a process of a run says of itself: a small file, `pulse/<role>-<index>`, which a thread writes once a second.
+"""The heartbeat of a process: a small file, `heartbeat/<role>-<index>`, which a thread writes once a second.
 
     main loop --say, waiting, progressed: in memory--> the beat's thread --a record a second--> file
 
@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-FOLDER = "AREAL_PULSE"  # in the environment: where processes of this run have their files
+FOLDER = "AREAL_HEARTBEATS"  # in the environment: where processes of this run have their files
 WORK = "work"  # what an idle process waits for
 STORE = "the store"
 STARTING = "starting"
@@ -36,7 +36,7 @@ Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """One record of a process."""
 
     pid: Count
@@ -64,7 +64,7 @@ def start(file: Path) -> None:
     """Begin to beat, in this process, which has one file for all of its life. The first beat is its own: one that is
     stopped before its thread has run is missed all the same."""
     _beat(file, 1)
-    threading.Thread(target=_go_on, args=(file,), name="pulse", daemon=True).start()
+    threading.Thread(target=_go_on, args=(file,), name="heartbeat", daemon=True).start()
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
@@ -101,10 +101,10 @@ def waiting(for_whom: str, doing: str) -> Iterator[None]:
         say(before[0], waits_for=before[1])
 
 
-def read(file: Path) -> Pulse | None:
+def read(file: Path) -> Heartbeat | None:
     """The last record; None where there is none, or where it is just being written."""
     with suppress(OSError, ValueError, TypeError):
-        return Pulse(**json.loads(file.read_bytes()))
+        return Heartbeat(**json.loads(file.read_bytes()))
     return None
 
 
@@ -120,7 +120,7 @@ def _beat(file: Path, beats: int) -> None:
         turns = _said.turns
         with suppress(RuntimeError):  # it is closed: the process ends
             loop.call_soon_threadsafe(_turn)
-    now = Pulse(
+    now = Heartbeat(
         pid=os.getpid(),
         beats=beats,
         turns=turns,
@@ -132,9 +132,9 @@ def _beat(file: Path, beats: int) -> None:
         write(file, now)
 
 
-def write(file: Path, pulse: Pulse) -> None:
+def write(file: Path, heartbeat: Heartbeat) -> None:
     """Put a record in the place of the last one. Raises OSError."""
-    record = json.dumps(asdict(pulse)).encode().ljust(_RECORD_BYTES)
+    record = json.dumps(asdict(heartbeat)).encode().ljust(_RECORD_BYTES)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, record, 0)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
+from areal_core.controller.core.notes import Ending
+from areal_core.controller.core.payloads import Place
 from areal_core.errors import LedgerError
-from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.rollout.notes import Ending
-from areal_core.rollout.payloads import Place
 from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 
 GROUP = 2
@@ -23,7 +23,7 @@ def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
         tokens=tokens,
         min_version=version,
         max_version=version,
-        outcomes={Outcome.RIGHT: 1},
+        outcomes={Outcome.CORRECT: 1},
         truncated=(False, True),
         prompt_tokens=3,
         checksums=(1, 2, 3),
@@ -31,7 +31,7 @@ def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
 
 
 def selection(policy: str = "admit", groups: int = 2, max_staleness: int = 1, max_requeues: int = 1) -> Selection:
-    return Selection(groups=groups, policy=policy, max_staleness=max_staleness, max_requeues=max_requeues)
+    return Selection(groups=groups, rule=policy, max_staleness=max_staleness, max_requeues=max_requeues)
 
 
 def version(number: int, content: str = "a") -> PolicyVersion:
@@ -341,7 +341,7 @@ def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
 
 
 def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch):
-    monkeypatch.setattr("areal_core.rollout.ledger._AT_ONCE", 2)
+    monkeypatch.setattr("areal_core.controller.core.ledger._AT_ONCE", 2)
     groups = three_steps(ledger)
     for step in (4, 5):
         groups.append(admit_ready(ledger))
