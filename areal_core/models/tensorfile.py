@@ -25,7 +25,8 @@ DTYPES: dict[str, np.dtype[Any]] = {"BOOL": np.dtype(bool)} | {
 _STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
 _NAMES = {dtype.name: kind for kind, dtype in _STORED.items()}
 _ALIGNMENT = 8  # of the header, in bytes
-_PIECE = 1 << 24  # bytes that are hashed and written at once
+_PIECE = 1 << 22  # bytes that are hashed at once, by several threads
+_WRITTEN = 1 << 18  # bytes that are written at once: for more, Linux looks for large pages, which may take it long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ def write_tensors(
         for data in (len(text).to_bytes(8, "little") + text, *(_bytes(tensors[name]) for name in order)):
             for at in range(0, len(data), _PIECE):
                 digest.update(data[at : at + _PIECE])
-                file.write(data[at : at + _PIECE])
+                for part in range(at, min(at + _PIECE, len(data)), _WRITTEN):
+                    file.write(data[part : min(part + _WRITTEN, at + _PIECE)])
         size = file.tell()
     return Written(bytes=size, digest=digest.hexdigest())
 

@@ -46,6 +46,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_and_written_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorfile, "_PIECE", 1000)
+    monkeypatch.setattr(tensorfile, "_WRITTEN", 300)
     bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
     values = bits.view(np.float32)
     values[:6] = [0.0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8]  # the last two are ties
