@@ -41,7 +41,7 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.core.payloads import Place
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import Setting
+from areal_core.environments.environment import EnvContext
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
@@ -180,7 +180,7 @@ class Rewards:
 
         self._config = config
         self._environment = SingleTurn(
-            Setting(
+            EnvContext(
                 environment=config.environment,
                 task=config.task,
                 algorithm=config.algorithm,

@@ -105,7 +105,7 @@ def fill(ledger: TrajectoryLedger, groups: int, per_step: int) -> int:
     database.executemany(
         "INSERT INTO groups (group_id, prompt_index, requeues, state, reason, admission, step, tokens, min_version, "
         "max_version, ready_version, summary) VALUES (?1, ?1, 0, IIF(?2 IS NULL, 'dropped', 'consumed'), "
-        f"IIF(?2 IS NULL, 'uniform', NULL), ?1, ?2, {TOKENS}, ?2 - 1, ?2 - 1, ?2 - 1, ?3)",
+        f"IIF(?2 IS NULL, 'zero_variance', NULL), ?1, ?2, {TOKENS}, ?2 - 1, ?2 - 1, ?2 - 1, ?3)",
         ((number, step, summary) for number, step in rows),
     )
     database.executemany(

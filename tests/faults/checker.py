@@ -196,7 +196,7 @@ def _check_staleness(rows: dict[int, list[list[int]]], config: dict[str, Any], f
             findings.staleness.append(f"group {group} of step {step} holds tokens of version {newest}, of the future")
         if step - 1 - oldest <= eta:
             continue
-        if config["rollout"]["policy"] == "admit":
+        if config["rollout"]["batch_selection"] == "admit":
             findings.admitted_stale += 1
         else:
             findings.staleness.append(

@@ -40,7 +40,7 @@ def config_of(state: Path, seed: int) -> RunConfig:
     policy = random.Random(seed).choice(("wait", "drop", "admit"))
     return learning(
         state,
-        rollout={"policy": policy},
+        rollout={"batch_selection": policy},
         training={"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
     )
 

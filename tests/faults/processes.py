@@ -408,7 +408,7 @@ def _to_the_end(target: Target) -> None:
 def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int) -> RunConfig:
     return learning(
         state,
-        rollout={"policy": policy, "request_timeout_s": 20.0},
+        rollout={"batch_selection": policy, "request_timeout_s": 20.0},
         training={"steps": ENDLESS, "checkpoint_every": 4, "keep_checkpoints": 2, "ranks": ranks},
         evaluation={"enabled": scored, "every": 20} | ({"servers": 2} if scored else {}),
         tracking={"enabled": tracked, "flush_timeout_s": 2.0},

@@ -189,7 +189,7 @@ def test_a_violation_is_noticed(left: Left, kind: str, doctor: Callable[[Left], 
 
 
 def test_under_admit_groups_that_are_too_old_are_counted(left: Left) -> None:
-    left.config(policy="admit")
+    left.config(batch_selection="admit")
     left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
     findings = left.check()
     assert (findings.problems(), findings.admitted_stale) == ([], 1)

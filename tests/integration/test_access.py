@@ -61,7 +61,7 @@ FUZZED = settings(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("access")
-    launch = {"restarts": 0, "remote_roles": "generation", "copies": True}
+    launch = {"restarts": 0, "remote_roles": "generation"}
     config = tiny(folder / "head", training={"steps": 100_000}, evaluation={"enabled": False}, launch=launch)
     with Launched(config, "r") as launched:
         launched.pid("files")

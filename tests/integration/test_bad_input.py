@@ -229,7 +229,7 @@ def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path
 
 @pytest.mark.parametrize(
     ("engines", "field"),
-    [([], "generation"), (["generation.engine=my.package:engine"], "evaluation")],
+    [([], "generation"), (["generation.engine=tests.support.engines:run"], "evaluation")],
 )
 def test_a_model_that_the_embedded_engine_lacks(
     refused: Callable[..., str], model: Path, engines: list[str], field: str

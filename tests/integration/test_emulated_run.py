@@ -89,7 +89,7 @@ def check_what_it_left(config: RunConfig) -> None:
         ),
         (
             {"generation": {"engine": "embedded"}},
-            "training.engine: must be torch with generation.engine=embedded, got 'emulated'",
+            "training.engine: must be torch or deepspeed with generation.engine=embedded, got 'emulated'",
         ),
         (
             {"emulation": {"accelerator": "h900"}},

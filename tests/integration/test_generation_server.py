@@ -100,7 +100,7 @@ async def test_an_id_is_served_once_at_a_time(client):
 async def test_the_other_routes(client, http):
     async with http.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
-    assert await get(http, "/version") == (200, {"version": "0.32.0+areal.10"})
+    assert await get(http, "/version") == (200, {"version": "0.32.0+areal.11"})
     assert await post(http, "/reset_prefix_cache") == (200, {"success": True})
     assert await post(http, "/update_weight_version", {"new_version": "8"}) == (
         200,

@@ -64,7 +64,13 @@ def build(
             "seed": seed,
             "mode": "async",
             "algorithm": {"group_size": group},
-            "rollout": {"batch_size": batch, "max_staleness": eta, "policy": policy, "max_tries": 3, **dynamic},
+            "rollout": {
+                "batch_size": batch,
+                "max_staleness": eta,
+                "batch_selection": policy,
+                "max_tries": 3,
+                **dynamic,
+            },
             "training": {"steps": steps, "minibatches": 1},
         }
     )
@@ -185,9 +191,9 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
     assert {summary.correct for summary in served} == {1}  # of two completions
     dropped = ledger.dropped()
-    assert dropped["uniform"] > 0
+    assert dropped["zero_variance"] > 0
     of_uniform = controller.rewards.uniform_tokens
-    if not failing and set(dropped) == {"uniform"}:
+    if not failing and set(dropped) == {"zero_variance"}:
         assert ledger.tokens().dropped == of_uniform
     else:  # groups that no server took have sampled nothing; unreadable responses are dropped too
         assert ledger.tokens().dropped >= of_uniform
@@ -202,7 +208,7 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one(
     manifests = run_virtual(train(controller, rng, 5))
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
     assert {(*summary.rewards, summary.correct) for summary in served} == {(0.5, 1.0, 0)}
-    assert set(ledger.dropped()) == {"uniform"}
+    assert set(ledger.dropped()) == {"zero_variance"}
 
 
 def test_without_dynamic_sampling_uniform_groups_are_served():
@@ -218,7 +224,7 @@ def test_a_uniform_group_gives_its_place_to_the_next_prompt():
     manifests = run_virtual(train(controller, rng, 5))
     prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
     assert len(set(prompts)) == len(prompts)
-    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["uniform"]  # each admitted once, none again
+    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["zero_variance"]  # each admitted once, none again
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
@@ -232,14 +238,14 @@ def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
         run_virtual(main())
     said = r"^rollout\.dynamic_sampling: all rewards of a group were equal in each of the last 7 groups; prompts "
     assert caught.group_contains(ConfigError, match=said)
-    assert ledger.dropped() == {"uniform": 7}
+    assert ledger.dropped() == {"zero_variance": 7}
     assert ledger.tokens().dropped > 0
 
 
 def test_one_mixed_group_starts_the_count_of_uniform_ones_again():
     _, rng, _, ledger, controller = build(9, steps=40, eta=2, right=0.3, max_zero_variance=30)
     assert len(run_virtual(train(controller, rng, 40))) == 40
-    assert ledger.dropped()["uniform"] > 30
+    assert ledger.dropped()["zero_variance"] > 30
 
 
 @pytest.mark.parametrize(("interrupts", "fail"), [(False, 0.0), (True, 0.1)])

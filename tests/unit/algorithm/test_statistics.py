@@ -70,7 +70,7 @@ def test_a_metric_of_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("objective", ["standard", "a3po"])
-def test_without_a_proximal_policy_the_mismatch_is_that_of_the_untouched_policy(objective: str):
+def test_without_a_proximal_policy_the_train_inference_kl_is_that_of_the_untouched_policy(objective: str):
     """pi_theta / pi_behav of token 1 is 1.5, and A-3PO's pi_prox would be pi_behav itself."""
     tokens, config = replace(TOKENS, proximal=None), AlgorithmConfig(objective=objective)
     stats = policy_loss(tokens, config, denominator=1, untouched=True).stats

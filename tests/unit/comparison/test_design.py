@@ -81,7 +81,7 @@ def test_arms_that_do_not_match_are_refused(other: dict[str, Any], said: str) ->
     "overrides",
     [
         {"mode": "sync"},
-        {"rollout__policy": "drop", "algorithm__objective": "standard", "training__learning_rate": 1e-3},
+        {"rollout__batch_selection": "drop", "algorithm__objective": "standard", "training__learning_rate": 1e-3},
         {"rollout__batch_size": 256, "training__steps": 50},  # as many trajectories
     ],
 )

@@ -34,9 +34,9 @@ def test_only_a_wrong_first_try_is_followed_by_a_second():
     assert mended.segments[3].logprobs.tolist() == [0, -0.125, -0.25]
     # From -1 for wrong to 1 for right, half of the way for a second try.
     assert [(one.reward, one.outcome) for one in (right, mended, wrong)] == [
-        (1.0, "right"),
-        (0.0, "right"),
-        (-1.0, "wrong"),
+        (1.0, "correct"),
+        (0.0, "correct"),
+        (-1.0, "incorrect"),
     ]
 
 
@@ -51,10 +51,10 @@ def test_the_first_try_stands_without_room_for_a_second():
     policy = ScriptedPolicy({"1+1=": [completion("#7")]}, limit=8)
     [trajectory] = roll_out(policy, 1)
     assert spelled(trajectory) == [("1+1=", False), ("#7", True)]
-    assert (trajectory.outcome, trajectory.truncated) == ("wrong", False)
+    assert (trajectory.outcome, trajectory.truncated) == ("incorrect", False)
 
 
 def test_a_second_try_that_is_cut_off_is_wrong():
     cut = completion("#2", finish_reason="length")
     [trajectory] = roll_out(ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7=": [cut]}), 1)
-    assert (trajectory.reward, trajectory.outcome, trajectory.truncated) == (-1.0, "wrong", True)
+    assert (trajectory.reward, trajectory.outcome, trajectory.truncated) == (-1.0, "incorrect", True)

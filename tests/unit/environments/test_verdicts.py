@@ -37,7 +37,7 @@ def raising(error: BaseException) -> Callable[[Prompt, str], Any]:
         (1, RIGHT, 1.0), (True, RIGHT, 1.0), (0.5, WRONG, 0.5), (np.float32(0.25), WRONG, 0.25),
         (np.float64(1.0), RIGHT, 1.0), (Decimal("0.5"), WRONG, 0.5), (np.bool_(True), RIGHT, 1.0),
         (np.array(0.5), WRONG, 0.5), (torch.tensor(1.0), RIGHT, 1.0), (Verdict(WRONG, np.float32(0.5)), WRONG, 0.5),
-        (Verdict("right", 1), RIGHT, 1.0), (Verdict(FAILED, None), FAILED, None),
+        (Verdict("correct", 1), RIGHT, 1.0), (Verdict(FAILED, None), FAILED, None),
     ],
 )  # fmt: skip
 def test_scores_of_any_kind_become_numbers(found: Any, outcome: Outcome, score: float | None) -> None:
@@ -50,7 +50,7 @@ def test_scores_of_any_kind_become_numbers(found: Any, outcome: Outcome, score: 
     "found",
     [
         2.0, -1, float("nan"), float("inf"), None, "1.0", [1.0], np.ones(2), torch.ones(2), 10**400, {},
-        Verdict(RIGHT, 7.0), Verdict("great", 1.0), Verdict("right", None), Verdict(FAILED, 0.0),
+        Verdict(RIGHT, 7.0), Verdict("great", 1.0), Verdict("correct", None), Verdict(FAILED, 0.0),
     ],
     ids=str,
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_without_samples_there_is_less_to_tell():
     long = sample(WRONG, tokens=30, truncated=True)
     scores = scored([Record(problem=0, prompt_id="0", prompt="?", gold="4", greedy=long, samples=(sample(RIGHT),))])
     assert (scores.truncated, scores.mean_tokens) == (1, 20.0)
-    assert (scores.metrics()["truncated"], scores.metrics()["outcome_right"]) == (0.5, 0.5)
+    assert (scores.metrics()["truncated"], scores.metrics()["outcome_correct"]) == (0.5, 0.5)
 
 
 def test_two_models_are_compared_problem_by_problem():

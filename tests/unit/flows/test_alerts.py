@@ -43,7 +43,7 @@ def test_each_is_told_when_it_begins_and_ends(told: list[tuple[str, str]]) -> No
 
 
 def test_every_kind_has_an_automation_and_each_acts() -> None:
-    kinds = {*re.findall(r'_(?:judge|tell)\("(\w+)"', inspect.getsource(health)), "budget"}  # that of flows.on_nodes
+    kinds = {*re.findall(r'_(?:judge|tell)\(\s*"(\w+)"', inspect.getsource(health)), "budget"}  # that of flows.on_nodes
     known = [AutomationCore.model_validate(one) for one in yaml.safe_load(AUTOMATIONS.read_text())["automations"]]
     assert {automation.name for automation in known} == {f"areal: {kind}" for kind in kinds}
     for automation in known:

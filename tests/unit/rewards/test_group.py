@@ -254,7 +254,7 @@ def scored(*texts, **settings):
 def test_a_completion_without_result_has_no_reward_and_is_not_trained_on():
     group = scored("1", "22", "2", "3")
     assert group.summary.rewards == (1.0, 1.0, None, 1.0)
-    assert (group.summary.outcomes, group.summary.judged) == ({"right": 3, "failed": 1}, 3)
+    assert (group.summary.outcomes, group.summary.judged) == ({"correct": 3, "failed": 1}, 3)
     payload = unpack_group(group.payload, group.summary)
     trained = np.split(payload.loss_mask, np.cumsum(payload.lengths)[:-1])
     assert [(part.all(), part.any()) for part in trained] == [(True, True), (True, True), (False, False), (True, True)]

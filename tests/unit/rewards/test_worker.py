@@ -97,7 +97,11 @@ def test_a_group_is_scored_and_packed(model):
     assert payload.logprobs[-3:].tolist() == [0, -0.125, -0.25]
     assert payload.loss_mask.all()
     assert payload.prompt_tokens.tolist() == list(char_tokenizer().encode("1-1-7="))
-    assert (summary.lengths, summary.rewards, summary.outcomes) == ((14, 3), (5.0, -5.0), {"right": 1, "wrong": 1})
+    assert (summary.lengths, summary.rewards, summary.outcomes) == (
+        (14, 3),
+        (5.0, -5.0),
+        {"correct": 1, "incorrect": 1},
+    )
     assert (summary.prompt_tokens, summary.tokens, summary.unused_tokens) == (6, 17, 0)
     assert (summary.min_version, summary.max_version) == (4, 5)
     assert summary.checksums == pack_group(payload)[1]

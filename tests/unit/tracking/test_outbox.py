@@ -149,7 +149,7 @@ def test_full_outbox_takes_points_and_no_tables(
 
 
 def test_unknown_document_and_unusable_path_are_refused(outbox: Outbox, tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match="document kind 'picture': must be one of report, config, "):
+    with pytest.raises(TrackingError, match="document kind 'picture': must be one of dataset_report, config, "):
         outbox.document("picture", 1, {})
     with pytest.raises(TrackingError, match="can't open the outbox"):
         Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")

@@ -364,7 +364,7 @@ def test_bfloat16_gradients_add_up_in_float32():
     assert one.reduce_gradient() == whole
 
 
-def test_mismatch_is_measured_in_the_precision_of_training():
+def test_train_inference_kl_is_measured_in_the_precision_of_training():
     share = batch()
     one, half = engine(), engine(HALF)
     logprobs = half.logprobs(share)
@@ -375,7 +375,7 @@ def test_mismatch_is_measured_in_the_precision_of_training():
     assert one.train_inference_kl(share, one.weights(), 0)[0] > 1e-6
 
 
-def test_mismatch_is_measured_where_the_version_has_sampled():
+def test_train_inference_kl_is_measured_where_the_version_has_sampled():
     share, one = batch(), engine()
     share = replace(share, behaviour_logprobs=one.logprobs(share), versions=np.where(share.loss_mask, 3, -1))
     start = int(share.lengths[:-1].sum())
@@ -387,7 +387,7 @@ def test_mismatch_is_measured_where_the_version_has_sampled():
     assert one.train_inference_kl(share, one.weights(), 4) == (0.0, 0)
 
 
-def test_standard_measures_the_mismatch_before_its_first_update_only():
+def test_standard_measures_the_train_inference_kl_before_its_first_update_only():
     one, share = engine(algorithm=STANDARD), batch()
     stats = one.train_step(share, None)
     assert stats.updates == 2
