@@ -62,7 +62,7 @@ class AlgorithmConfig:
     kl_horizon: float = bounded(10.0, low=1.0)  # adaptive_kl: steps; 1 / K_beta of the paper
     truncated: str = choice("incorrect", "incorrect", "mask")  # what becomes of a completion that was cut off
     reward_correct: float = 1.0
-    reward_wrong: float = 0.0
+    reward_incorrect: float = 0.0
     overlong_cache: int | None = bounded(
         None, low=1
     )  # last tokens of the limit in which length costs; None: it doesn't

@@ -95,10 +95,10 @@ class EnvContext:
         return Judge(self.environment.judged_by, self.verify, verify_truncated=self.environment.verify_truncated)
 
     def reward(self, score: float | None) -> float | None:
-        """From algorithm.reward_wrong for a score of 0 to algorithm.reward_correct for 1; none for none."""
+        """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1; none for none."""
         if score is None:
             return None
-        wrong, right = self.algorithm.reward_wrong, self.algorithm.reward_correct
+        wrong, right = self.algorithm.reward_incorrect, self.algorithm.reward_correct
         return wrong + score * (right - wrong)
 
 

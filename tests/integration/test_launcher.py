@@ -311,6 +311,17 @@ def test_ready_files_of_earlier_processes_are_removed(tmp_path: Path) -> None:
     assert not list(run.ready.iterdir())
 
 
+@pytest.mark.parametrize(("remote_roles", "kept"), [("none", False), ("generation", True)])
+def test_start_keeps_the_controllers_port_where_other_machines_know_it(
+    tmp_path: Path, remote_roles: str, kept: bool
+) -> None:
+    """On one machine a port that another program has taken meanwhile keeps no run from being resumed."""
+    run = folder(config(tmp_path, launch={"remote_roles": remote_roles}))
+    write_json(run.port_file("controller"), 12345)
+    Run(run).stop("it was enough to start")
+    assert run.port_file("controller").exists() is kept
+
+
 def test_a_run_has_one_launcher_at_a_time(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
     played = stage({"trainer": "fails"}, launch={"stop_timeout_s": 1.0})
     monkeypatch.setattr("areal_core.run.ownership._OWNER_S", -1.0)

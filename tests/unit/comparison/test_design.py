@@ -100,7 +100,7 @@ def test_arms_differ_in_no_more_than_they_name() -> None:
         "arms.standard: algorithm=standard also changes algorithm.advantage from batch to group: name it in the arm too"
     )
     alone = {"paper": [], "standard": ["algorithm.objective=standard"]}
-    rewards = ["algorithm.reward_correct=5", "algorithm.reward_wrong=-5"]
+    rewards = ["algorithm.reward_correct=5", "algorithm.reward_incorrect=-5"]
     named = {"paper": [], "standard": ["algorithm=standard", "algorithm.advantage=batch", *rewards]}
     for arms in (alone, named):
         paper, standard = plan_trials("study", "cpu-async", arms, [1], PAPER)

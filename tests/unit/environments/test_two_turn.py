@@ -10,7 +10,7 @@ TASK = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1
 
 def roll_out(policy: ScriptedPolicy, n: int, **settings: object) -> list[Trajectory]:
     config = RunConfig(
-        environment=EnvironmentConfig(name="two_turn", **settings), algorithm=AlgorithmConfig(reward_wrong=-1.0)
+        environment=EnvironmentConfig(name="two_turn", **settings), algorithm=AlgorithmConfig(reward_incorrect=-1.0)
     )
     environment = open_environment(config, TOKENIZER)
     return asyncio.run(environment.rollout_group(TASK, policy, n))

@@ -43,7 +43,7 @@ def test_papers_runs_have_the_papers_settings(mode: str) -> None:
     assert (config.launch.devices, config.launch.devices_per_host, training.steps) == (8 * machines, 8, 250)
     assert (task.max_prompt_tokens, task.max_new_tokens, training.microbatch_tokens) == (1024, 27648, 32768)
     assert (algorithm.objective, algorithm.advantage, algorithm.clip_eps) == ("decoupled", "batch", 0.2)
-    assert (algorithm.reward_correct, algorithm.reward_wrong) == (5.0, -5.0)
+    assert (algorithm.reward_correct, algorithm.reward_incorrect) == (5.0, -5.0)
     assert (training.learning_rate, training.weight_decay, training.warmup_steps) == (2e-5, 0.05, 1)
     assert (training.beta1, training.beta2, training.adam_eps, training.grad_clip) == (0.9, 0.95, 1e-5, 1.0)
     assert (training.engine, training.zero_stage, training.dtype) == ("deepspeed", 3, "bfloat16")

@@ -87,7 +87,7 @@ def obey(said):
 
 def test_a_group_is_scored_and_packed(model):
     group = whole(completion("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), completion("#7", [5, 5, 5]))
-    config = RunConfig(algorithm=AlgorithmConfig(reward_correct=5.0, reward_wrong=-5.0))
+    config = RunConfig(algorithm=AlgorithmConfig(reward_correct=5.0, reward_incorrect=-5.0))
     scored = score_group(config, model, asked(), group)
     payload, summary = unpack_group(scored.payload, scored.summary), scored.summary
     assert payload.lengths.tolist() == [14, 3]
