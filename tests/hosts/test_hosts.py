@@ -25,6 +25,7 @@ print(newest and newest.step, *sorted(storage.sizes("final")))
 """
 
 
+@pytest.mark.parametrize("cluster", [60], indirect=True)  # steps: the last cut must come before the end
 def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(HEAD_NODE)
