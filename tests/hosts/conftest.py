@@ -48,7 +48,7 @@ def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRe
     """A run of seconds with remote workers on all other machines; its parameter is the number of steps."""
     groups: dict[str, dict[str, Any]] = {
         "storage": {"url": "s3://runs/areal", "endpoint_url": store},
-        "rollout": {"request_timeout_s": 10.0},
+        "rollout": {"request_timeout_s": 10.0, "max_tries": 100},  # a machine that is cut off costs many
         "training": {
             "ranks": 2,
             "hosts": 2,

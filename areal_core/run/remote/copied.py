@@ -295,10 +295,19 @@ class _Following:
         if any(thread.is_alive() for thread in threads):
             return
         deadline = time.monotonic() + _LAST_WORDS_S
-        while not _look(sender, last=True) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
         with suppress(AwayError, ProcessError, ConfigError):
+            while not self._send_rest(sender, session) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
             self._beat(session, over=True)
+
+    def _send_rest(self, sender: Sender, session: Session) -> bool:
+        """Whether the head node has it all. A data server that has just been started again knows no share until it is
+        told of it, and takes nothing before."""
+        try:
+            self._beat(session)
+        except AwayError:
+            return False
+        return _look(sender, last=True)
 
 
 def _look(sender: Sender, *, last: bool = False) -> bool:

@@ -204,6 +204,19 @@ def test_what_processes_write_is_on_the_head_node_at_the_end(head_node: HeadNode
     assert machine.failure is None
 
 
+def test_data_server_that_was_just_started_again_has_what_processes_write(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = node(head_node.head())
+    here = machine.take().run
+    monkeypatch.setattr(module, "POLL_S", 10.0)
+    wait_for(lambda: head_node.files.nodes.awaited)
+    head_node.serve(int(head_node.served.url.rpartition(":")[2]))  # it knows no share
+    here.log_file("generation").write_text("the last line\n")
+    machine.end()
+    assert head_node.run.log_file("generation").read_text() == "the last line\n"
+
+
 def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
     head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
