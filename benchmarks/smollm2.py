@@ -86,8 +86,8 @@ def _of_seed(arm: str, seed: int, problems: int, overrides: Sequence[str]) -> di
         assert saved is not None
         before, after = (_records(model, config, problems, scratch) for model in (base, "run"))
     return {
-        "accuracy_before": _share([record.greedy.right for record in before]),
-        "accuracy_after": _share([record.greedy.right for record in after]),
+        "accuracy_before": _share([record.greedy.correct for record in before]),
+        "accuracy_after": _share([record.greedy.correct for record in after]),
         "lenient_before": _share([_is_said(record) for record in before]),
         "lenient_after": _share([_is_said(record) for record in after]),
         "minutes": round(summary.rl_wall_s / 60, 2),

@@ -84,11 +84,11 @@ class GenerationPool:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(self, pending: PendingCompletions) -> None:
-        """Have the completions of a pending finished: those of its request, or the rest of what an earlier call has
+        """Finish pending completions: those of their request, or the rest of what an earlier call has
         left, each by the server with the fewest completions in flight at the time. Waits for a server to join. Raises
-        GenerationError when none does, when a server refuses, and when one is lost or taken out meanwhile; the
-        pending keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
-        first has servers end the requests: the pending keeps what they have sampled."""
+        GenerationError when none does, when a server refuses, and when one is lost or taken out meanwhile;
+        `pending` keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
+        first has servers end the requests: `pending` keeps what they have sampled."""
         self._open[pending] = {}
         work = asyncio.ensure_future(self._finish(pending))
         try:
@@ -139,7 +139,7 @@ class GenerationPool:
         return work
 
     async def _give_up(self, pending: PendingCompletions, work: asyncio.Future[None]) -> None:
-        """End the requests of a pending; it keeps what servers hand over. Servers that do not are taken out."""
+        """End the requests of pending completions, which keep what servers hand over. Other servers are taken out."""
         self._given_up.add(pending)
         serving = self._open[pending]
         try:

@@ -40,6 +40,7 @@ from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import check_digests, data_set
 from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import heartbeat, logs, process
@@ -84,8 +85,8 @@ class Service:
         self.tokenizer = Tokenizer.from_folder(self.info.model_path)
         self.source: PromptSource = open_source(self.config, self.tokenizer)
         check_digests(self.info.prompts, digests(self.source))
-        if (report := getattr(self.source, "dataset_report", None)) is not None:  # of tasks that are read from files
-            self.recorder.document("dataset_report", 0, dataclasses.asdict(report))
+        if isinstance(self.source, RowSource):
+            self.recorder.document("dataset_report", 0, dataclasses.asdict(self.source.report))
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,

@@ -44,7 +44,7 @@ _TEMPLATE = _JINJA.from_string("""\
   summary small { color: #5a6572; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f7f9; padding: .6rem; margin: .4rem 0; }
   .mark { display: inline-block; min-width: 6.5rem; font-weight: 600; color: #b02a37; }
-  .mark.right { color: #1a7f37; }
+  .mark.correct { color: #1a7f37; }
   .mark.timed_out, .mark.failed { color: #8a6100; }
 </style>
 <h1>{{ title }}</h1>
@@ -69,8 +69,8 @@ _TEMPLATE = _JINJA.from_string("""\
 <details data-outcome="{{ record.greedy.outcome }}">
   <summary><span class="mark {{ record.greedy.outcome }}">{{ record.greedy.outcome | replace("_", " ") }}</span>
   problem {{ record.problem }}
-  <small>{% if record.samples %}{{ record.samples | selectattr("right") | list | length }} of
-  {{ record.samples | length }} samples right{% endif %}</small></summary>
+  <small>{% if record.samples %}{{ record.samples | selectattr("correct") | list | length }} of
+  {{ record.samples | length }} samples correct{% endif %}</small></summary>
   <pre>{{ record.prompt }}</pre>
   <p><small>gold</small></p>
   <pre>{{ record.gold }}</pre>

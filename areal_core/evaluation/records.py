@@ -34,7 +34,7 @@ class Sample:
     answer: str | None  # what the verifier has read
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.outcome is Outcome.CORRECT
 
 

@@ -117,17 +117,17 @@ def problem_row(record: Record) -> dict[str, Any]:
         "tokens": record.greedy.tokens,
         "cut off": record.greedy.truncated,
         "samples": len(record.samples),
-        "samples right": sum(sample.right for sample in record.samples),
+        "samples correct": sum(sample.correct for sample in record.samples),
     }
 
 
 def _right(records: Sequence[Record]) -> NDArray[np.float64]:
     """Of each problem whether its greedy completion is right, 1 or 0."""
-    return np.array([float(record.greedy.right) for record in records])
+    return np.array([float(record.greedy.correct) for record in records])
 
 
 def _pass_at(records: Sequence[Record], k: int) -> Estimate:
-    correct = np.array([sum(sample.right for sample in record.samples) for record in records])
+    correct = np.array([sum(sample.correct for sample in record.samples) for record in records])
     return estimate(pass_at_k(correct, np.array([len(record.samples) for record in records]), k))
 
 
@@ -136,14 +136,14 @@ def _majority_at(records: Sequence[Record], k: int) -> Estimate | None:
     if not any(sample.answer for record in records for sample in record.samples):
         return None
     votes = [
-        ([s.answer for s in record.samples], {s.answer for s in record.samples if s.right and s.answer})
+        ([s.answer for s in record.samples], {s.answer for s in record.samples if s.correct and s.answer})
         for record in records
     ]
     return estimate(np.array([majority_at_k(answers, right, k) for answers, right in votes]))
 
 
 def _share(samples: Sequence[Sample]) -> float:
-    return sum(sample.right for sample in samples) / len(samples)
+    return sum(sample.correct for sample in samples) / len(samples)
 
 
 def _shown(value: Estimate) -> str:

@@ -32,7 +32,7 @@ async def sampled_further(client, calls, tokens):
 
 
 async def interrupted(client, server, pool, asked, *events):
-    """The load before, and pending and their calls in the middle of which each of these events has come."""
+    """The load before, and pending completions and their calls in the middle of which each of these events has come."""
     with server.slowed():
         start = await client.load()
         pending, calls = await begun(client, pool, asked)

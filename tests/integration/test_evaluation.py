@@ -78,7 +78,7 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     path = str(whole.records_file.with_suffix(".rates.jsonl"))
     solved = SuccessRates(TaskConfig(success_path=path, min_success=0.01))
     for record in whole.records:  # of training prompts, those that are never solved would be left out
-        with contextlib.nullcontext() if any(one.right for one in record.samples) else pytest.raises(LeftOut):
+        with contextlib.nullcontext() if any(one.correct for one in record.samples) else pytest.raises(LeftOut):
             solved.check({}, [record.prompt_id])
     ready = (state / "evaluations").glob("*/ready/[!.]*.json")
     assert not any(psutil.pid_exists(json.loads(each.read_text())["pid"]) for each in ready)

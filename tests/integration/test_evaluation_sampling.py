@@ -115,7 +115,7 @@ def test_records_hold_every_problem_with_its_completions_and_verdicts(alone):
     for record in alone:
         for sample in (record.greedy, *record.samples):
             if not sample.truncated:
-                assert sample.right == (record.gold in sample.text)
+                assert sample.correct == (record.gold in sample.text)
 
 
 @pytest.mark.parametrize("completions", [4, 100])

@@ -76,8 +76,8 @@ def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDi
     for evaluation in scored:
         (file,) = run.evaluations.glob(f"v{evaluation.version:06d}-{evaluation.digest[:8]}.jsonl")
         found = read_records(file)
-        assert evaluation.accuracy == sum(record.greedy.right for record in found) / 12
-        right = sum(sample.right for record in found for sample in record.samples)
+        assert evaluation.accuracy == sum(record.greedy.correct for record in found) / 12
+        right = sum(sample.correct for record in found for sample in record.samples)
         assert evaluation.scores["pass_at_1"] == pytest.approx(right / 36)
         assert 0 < evaluation.scores["pass_at_1"] < 1
         assert evaluation.scores["accuracy_low"] <= evaluation.accuracy <= evaluation.scores["accuracy_high"]

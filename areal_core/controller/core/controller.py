@@ -71,7 +71,7 @@ class Engine(Protocol):
     async def generate(self, pending: PendingCompletions) -> None:
         """Have its completions finished, which it takes as they end; marks it as sent once `room` counts them. Raises
         GenerationError, and may be called again for those that are left. When cancelled, it first ends its requests at
-        the servers: the pending holds all that they have sampled."""
+        the servers: `pending` holds all that they have sampled."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:

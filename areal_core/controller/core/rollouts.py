@@ -45,8 +45,8 @@ class Rollouts:
         generate: Callable[[PendingCompletions], Coroutine[Any, Any, None]],
         begin: Callable[[bool], Session],
     ) -> None:
-        """`request` is for the completions that the group begins with. `generate` has those of a pending finished,
-        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, the pending holds all
+        """`request` is for the completions that the group begins with. `generate` finishes pending completions,
+        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, they hold all
         that was sampled. `begin` opens a session; it is told whether a verdict of the group has cost a worker its
         process."""
         self._request = request

@@ -52,7 +52,7 @@ def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     assert (data.dataset.name, data.tags[0].value) == ("arithmetic", "evaluation")
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "evaluation/arithmetic.json")).read_text())
     assert len(table["data"]) == 12
-    assert {"prompt", "greedy", "verdict", "samples right"} <= set(table["columns"])
+    assert {"prompt", "greedy", "verdict", "samples correct"} <= set(table["columns"])
 
 
 @pytest.mark.nightly

@@ -65,7 +65,7 @@ async def asked(server, path):
 
 
 async def begun(server, pool):
-    """A pending of two completions that run at a server, and the call that has them finished."""
+    """Two pending completions that run at a server, and the call that has them finished."""
     pending = PendingCompletions(request(n=2))
     call = asyncio.ensure_future(pool.generate(pending))
     await server.started("r")

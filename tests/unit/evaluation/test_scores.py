@@ -1,5 +1,8 @@
 """Scores from records, by hand; a completion without a result counts as wrong."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from areal_core.errors import ConfigError
@@ -85,3 +88,13 @@ def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):
     assert "\n\tdone\\x1b \\u202e</pre>" in page
     assert "&lt;|im_start|&gt;user" in page
     assert "pass@1, 1 samples" in page
+
+
+def test_page_colours_outcomes_by_their_names(tmp_path: Path) -> None:
+    records = [record(0, RIGHT), record(1, WRONG)]
+    write_page(tmp_path / "page.html", "r", records, scored(records))
+    page = (tmp_path / "page.html").read_text()
+    coloured = set(re.findall(r"\.mark\.(\w+)", page))
+    assert "correct" in coloured
+    assert coloured <= set(Outcome)
+    assert '<span class="mark correct">' in page

@@ -210,3 +210,14 @@ def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses_other
     put_rows(tmp_path, "path", ROWS[::-1])
     with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
         Service(run)
+
+
+async def test_controller_records_the_dataset_report_of_its_files(of_rows: RunConfig) -> None:
+    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    Service(run)
+    outbox = Outbox(run.outbox, "r")
+    found = {}
+    while (document := outbox.pending_document()) is not None:
+        found[document.kind] = document.data
+        outbox.settle_document(document)
+    assert found["dataset_report"]["training"]["rows"] == len(ROWS)
