@@ -61,13 +61,12 @@ def trained_parameters(config: RunConfig, spec: ModelSpec) -> int:
 
 
 def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
-    """What a rank has beside its state: in a pass over one micro-batch, or in an update where that is more: the float32
-    weights before it that are this rank's to change, 4 P over all that share, and for DeepSpeed the change, as much
-    again; ZeRO 3 updates so many weights at a time.
+    """The memory of a rank beside its state, in bytes: of a micro-batch's pass, or of an update where that takes more.
 
-    A pass keeps all layers' activations; with `checkpoint_activations` every layer's input, and one layer's
-    activations when they are made again. Beside them stand the buffers of one layer's backward pass, or before that
-    those of the output's.
+    A pass keeps the activations of all layers. With `checkpoint_activations` it keeps every layer's input, and one
+    layer's activations while they are recomputed. It also needs the buffers of one layer's backward pass, or before
+    that those of the output. An update keeps the float32 weights that this rank changes: 4 P over the ranks that
+    share them. DeepSpeed keeps the change as well; ZeRO 3 updates a part of the weights at a time.
     """
     training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
     frozen = training.lora.rank is not None
