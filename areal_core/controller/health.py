@@ -33,12 +33,14 @@ _IDLE = {  # a share that is 1 where a step teaches nothing: what it means, and 
 
 
 class Health:
-    """The alerts of one run of so many `steps`. `groups` are those of a batch."""
+    """The alerts of one run of so many `steps`. `groups` are those of a batch. A run that is emulated `learns` nothing,
+    and raises no alert for that."""
 
-    def __init__(self, config: HealthConfig, *, groups: int, steps: int) -> None:
+    def __init__(self, config: HealthConfig, *, groups: int, steps: int, learns: bool = True) -> None:
         self._config = config
         self._groups = groups
         self._steps = steps
+        self._max_idle_steps = config.max_idle_steps if learns else None
         self._idle = dict.fromkeys(_IDLE, 0)  # steps in a row in which the share was 1
         self._unscored: deque[float] = deque(maxlen=_STEPS + 1)  # since the start, by version
         self._alerts: dict[str, Alert] = {}  # by kind
@@ -70,7 +72,7 @@ class Health:
             tried = self._groups * max(1, len(self._unscored) - 1) + failed
             said = f"{failed / tried:.0%} of the groups of late had no rewards"
             self._judge("rewards", step, said, failed / tried, self._config.max_unscored_share, "max_unscored_share")
-        if (bound := self._config.max_idle_steps) is not None:
+        if (bound := self._max_idle_steps) is not None:
             self._look_for_idle(step, values, min(bound, self._steps))
 
     def _look_for_idle(self, step: int, values: Mapping[str, float], bound: int) -> None:

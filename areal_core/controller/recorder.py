@@ -55,7 +55,9 @@ class Recorder:
         if config.tracking.batch_metrics is not None:
             self._batch_metrics = find("tracking.batch_metrics", config.tracking.batch_metrics, {})
         self._live: dict[str, float] = {}  # newest value of the keys that the status shows
-        self._health = Health(config.health, groups=config.groups_per_batch, steps=config.training.steps)
+        self._health = Health(
+            config.health, groups=config.groups_per_batch, steps=config.training.steps, learns=not config.emulated
+        )
 
     # -- time --------------------------------------------------------------------------------------------------
 

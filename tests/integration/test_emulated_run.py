@@ -52,6 +52,7 @@ def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: P
     assert summary.tokens.consumed > 0
     assert summary.tokens.dropped == 0
     assert summary.accuracy_before is summary.accuracy_after is summary.best_accuracy is None
+    assert not summary.alerts  # that nothing is learnt is no news
     assert summary.emulated == "qwen-1.5b on 3 h800, 200 s in one, 128 tokens as one"
     assert f"emulated: {summary.emulated}" in conclude(summary)
     assert summary.name == "emulated-cpu-async"

@@ -16,6 +16,7 @@ _SMALL = (
     *("model.hidden_size=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.intermediate_size=32"),
     *("warmup.worked_steps=1", "warmup.worked_batch=1", "warmup.direct_steps=0", "task.held_out=16"),
     *("algorithm.group_size=4", "rollout.batch_size=16", "training.minibatches=2", "launch.restarts=0"),
+    "health.max_idle_steps=null",  # they learn nothing, for which an automation pauses their deployment
 )
 _EMULATED = ("generation.engine=emulated", "training.engine=emulated", "emulation.speed=200")
 

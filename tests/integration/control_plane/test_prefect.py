@@ -129,7 +129,6 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
-@pytest.mark.nightly
 def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
