@@ -188,14 +188,19 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks = config.training.hosts, config.trainer_processes
+    if not config.launch.head_trains and ("trainer" not in config.remote_roles or config.provision.kind != "local"):
+        raise ConfigError(
+            "launch.head_trains: must be true unless machines that you start train (launch.remote_roles=trainer or "
+            "both, provision=local), got false"
+        )
     if hosts > 1 and "trainer" not in config.remote_roles:
         raise ConfigError(
             f"training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got {hosts}"
         )
-    if hosts == 1 and "trainer" in config.remote_roles:
+    if hosts == 1 and "trainer" in config.remote_roles and config.launch.head_trains:
         raise ConfigError(
             f"training.hosts: must be at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head "
-            "node is the first machine that trains, got 1"
+            "node is the first machine that trains (unless launch.head_trains=false), got 1"
         )
     if ranks % hosts:
         raise ConfigError(f"training.ranks: must be a multiple of training.hosts ({hosts}), got {ranks}")

@@ -35,7 +35,7 @@ from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
-from areal_core.run.remote.share import GENERATION, REWARDS, TRAINER, Owned, Share, owned
+from areal_core.run.remote.share import FIRST_RANK, GENERATION, REWARDS, TRAINER, Owned, Share, owned
 from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
 from areal_core.storage import lease
@@ -126,9 +126,10 @@ class CopiedFolder:
             following = held.enter_context(_Following(self._head, run, config, share, address).running(beside, stop))
             self._fetch_model(run, stop, weights=share.role != REWARDS)
             stager = None
-            if share.role == GENERATION:
+            if share.role == GENERATION or FIRST_RANK in owned(config, share).processes:
                 kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
                 stager = held.enter_context(Stager(run, self._head, address, kept=kept).running(beside))
+                _note(run, stager=stager)
             yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
 
     def _write(self, run: RunDir, config: RunConfig) -> None:
@@ -137,7 +138,7 @@ class CopiedFolder:
         run.forget_ready()
         run.token_file.unlink(missing_ok=True)
         run.keep_token(self._head.token)
-        _note(run, self._url)
+        _note(run, head=self._url)
         write_json(run.root / "config.json", config.to_dict())
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))
@@ -250,7 +251,7 @@ class _Following:
         if heard["run_id"] != self._run.root.name:
             raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
         self._put(heard["ready"])
-        _note(self._run, session.url)
+        _note(self._run, head=session.url)
         self._ended = heard["ended"]
         return None
 
@@ -348,8 +349,8 @@ def _model(run: RunDir) -> Path:
     return run.root / "model"
 
 
-def _note(run: RunDir, url: str) -> None:
-    """Note where this machine reaches the head node, and the name of this copy, which is made once."""
+def _note(run: RunDir, **urls: str) -> None:
+    """Note the URLs of head node and stager, and the name of this copy, which is made once."""
     known = run.copy() or {"node": secrets.token_hex(8)}
-    if known.get("head") != url:
-        write_json(run.copy_file, known | {"head": url})
+    if known != (noted := known | urls):
+        write_json(run.copy_file, noted)

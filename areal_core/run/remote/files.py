@@ -4,6 +4,7 @@
     its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
     remote worker --POST /nodes/NODE, once a second--> its ready files and heartbeats; back: those that it needs
                   --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
+    rank 0, on another machine --POST /nodes/NODE/versions--> a version to fetch from there
 
 A process of the run, beside the controller: while versions and trajectories travel, requests of the controller do not
 wait. It ends with 0 once the run has ended in order and all remote workers have said their last words, and tells them
@@ -22,11 +23,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
 
 from areal_core.api import bodies, serving
+from areal_core.api.head import AwayError, Head
 from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
@@ -34,9 +37,11 @@ from areal_core.errors import ArealError, ConfigError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
-from areal_core.run.remote.share import LOGS
+from areal_core.run.remote.share import FIRST_RANK, LOGS, Owned
+from areal_core.run.remote.stager import VersionCache
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
+from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +52,23 @@ _LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
 _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
 _MOST_BYTES = 2**20  # of a request
 _TIMELINE_BYTES = 2**30
-_HIGHEST_VERSION = 10**9
 
 
 class FullError(ArealError):
     """A file would get larger than it may."""
+
+
+class NoShareError(ArealError):
+    """A node has no share of the run, or not any more."""
+
+
+class Made(msgspec.Struct):
+    """A version that rank 0 has made on another machine."""
+
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    digest: str
+    url: str  # of the stager there
+    release: list[int] = []  # versions whose folders may go
 
 
 class Files:
@@ -59,8 +76,9 @@ class Files:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._config = run.config()
-        self.nodes = Nodes(run, self._config)
+        self.config = run.config()
+        self.nodes = Nodes(run, self.config)
+        self._cache = VersionCache(run)
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -70,15 +88,17 @@ class Files:
         )
 
     def app(self) -> web.Application:
-        doors = [guard(self._run.token()), refusals({TakenError: 409, FullError: 413, OSError: 500})]
+        statuses = {TakenError: 409, FullError: 413, NoShareError: 410, StorageError: 502, AwayError: 502, OSError: 500}
+        doors = [guard(self._run.token()), refusals(statuses)]
         app = web.Application(middlewares=doors, client_max_size=_MOST_BYTES)
         app.add_routes(
             [
                 web.get("/run", self._about),
                 web.get("/model/{name}", self._model_file),
-                web.get("/versions/{version}", self._version),
+                web.get("/versions/{version}", self._cache.serve),
                 web.get("/payloads/{segment:[0-9]{6,}-[0-9]{6,}}", self._payloads),
                 web.post("/nodes/{node}", self._hear),
+                web.post("/nodes/{node}/versions", self._take),
                 web.post("/nodes/{node}/{kind}/{name}", self._append),
             ]
         )
@@ -90,7 +110,7 @@ class Files:
             {
                 "run_id": self._run.root.name,
                 "ended": self._how_ended(),
-                "config": self._config.to_dict(),
+                "config": self.config.to_dict(),
                 "info": dataclasses.asdict(self._run.info()),
                 "model": await asyncio.shield(self.model),
             }
@@ -101,20 +121,6 @@ class Files:
         if name not in await asyncio.shield(self.model):
             return web.Response(status=404, text="the model has no such file")
         return web.FileResponse(self._folder / name)
-
-    async def _version(self, request: web.Request) -> web.StreamResponse:
-        """The weights of a version, while it is kept; with `digest` only those."""
-        number = int(request.match_info["version"])
-        if not 1 <= number <= _HIGHEST_VERSION:
-            raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
-        path = weights.version_folder(self._run.weights, number)
-        try:
-            published = weights.read_manifest(path)
-        except StorageError:
-            return web.Response(status=404, text=f"version {number} is not there, or not any more")
-        if (asked := request.query.get("digest", published.digest)) != published.digest:
-            return web.Response(status=404, text=f"version {number} has digest {published.digest}, not {asked[:64]}")
-        return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
 
     async def _payloads(self, request: web.Request) -> web.Response:
         """Parts of a segment, end to end. Whether they are what was stored, who asks for them finds out."""
@@ -131,26 +137,39 @@ class Files:
         self.nodes.hear(request.match_info["node"], await bodies.read(request, Said))
         return web.json_response(self._now())
 
+    async def _take(self, request: web.Request) -> web.Response:
+        """Fetch a version from the machine of rank 0, and release others. Its path here."""
+        if FIRST_RANK not in self._owned(request).processes:
+            raise ValueError("node: does not run rank 0")
+        made = await bodies.read(request, Made)
+        await self._cache.release(made.release)
+        version = PolicyVersion(version=made.version, path="", digest=made.digest)
+        here = await self._cache.staged(version, Head(made.url, self._run.token()))
+        return web.json_response({"path": here.path})
+
     async def _append(self, request: web.Request) -> web.Response:
         """What a process has written, at the end of its file here, which has `offset` bytes. The size of the file then;
         with 409 the size that it has."""
-        its = self.nodes.owned(request.match_info["node"])
-        if its is None:
-            return web.Response(status=410, text="node: has no share of this run")
+        its = self._owned(request)
         kind, name = request.match_info["kind"], request.match_info["name"]
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
-        launch = self._config.launch
+        launch = self.config.launch
         limit, older = (launch.log_bytes, launch.log_files) if kind == LOGS else (_TIMELINE_BYTES, None)
         file, data = self._run.root / kind / name, await request.read()
         fits, size = append(file, int(request.query["offset"]), data, limit=limit, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)
 
+    def _owned(self, request: web.Request) -> Owned:
+        if (its := self.nodes.owned(request.match_info["node"])) is None:
+            raise NoShareError("node: has no share of this run")
+        return its
+
     def _now(self) -> dict[str, Any]:
         """How the run has ended, if it has, and where the processes are that others need. A look serves all workers."""
         if time.monotonic() - self._looked_at >= _STATE_S:
             names = ["controller-0", "rendezvous-0"]
-            names += [f"trainer-{rank}" for rank in range(self._config.trainer_processes)]
+            names += [f"trainer-{rank}" for rank in range(self.config.trainer_processes)]
             ready = {name: self._run.ready_info(*_split(name)) for name in names}
             self._state = {
                 "run_id": self._run.root.name,
@@ -225,6 +244,8 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asked.wait(), _POLL_S)
         await _told(files, run, launch.stop_timeout_s)
+        if not files.config.launch.head_trains:
+            await asyncio.to_thread(weights.sync, run.weights)
     finally:
         await runner.cleanup()
     return run.summary.exists()

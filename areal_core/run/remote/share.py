@@ -10,6 +10,7 @@ from areal_core.errors import ConfigError
 
 GENERATION, TRAINER, REWARDS = "generation", "trainer", "rewards"
 _MOST_WORKERS = 4096
+FIRST_RANK = "trainer-0"
 LOGS, TIMELINE = "logs", "timeline"  # folders of a run to which processes of a share append
 
 
@@ -47,11 +48,10 @@ class Share:
                 f"got {config.launch.remote_roles!r}"
             )
         if self.role == TRAINER:
-            if not 1 <= self.first < config.training.hosts:
-                raise ConfigError(
-                    f"--node: must be from 1 to {config.training.hosts - 1}, as training.hosts counts the head node, "
-                    f"which is 0, got {self.first}"
-                )
+            least = int(config.launch.head_trains)
+            if not least <= self.first < config.training.hosts:
+                why = ", as training.hosts counts the head node, which is 0" if least else ""
+                raise ConfigError(f"--node: must be from {least} to {config.training.hosts - 1}{why}, got {self.first}")
             return Share(role=self.role, first=self.first, count=1)
         count = self.count or config.generation_servers
         if self.first + count > config.generation_servers:
@@ -90,6 +90,8 @@ def owned(config: RunConfig, share: Share) -> Owned:
         ranks = range(share.first * config.ranks_per_host, (share.first + 1) * config.ranks_per_host)
         processes = [f"trainer-{rank}" for rank in ranks]
         logs, timelines = [f"node-{share.first}"], processes
+        if FIRST_RANK in processes:
+            timelines = [*processes, "publisher-0"]
     logs = [*logs, f"{share.journal}-{share.first}"]
     return Owned(
         processes=frozenset(processes),

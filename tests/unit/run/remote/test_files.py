@@ -72,6 +72,14 @@ def test_what_a_copy_begins_with(ask: Asked, head_node: HeadNode) -> None:
     assert ask("GET", "/model/model.safetensors") == (200, data)
 
 
+def test_versions_are_taken_from_rank_0_alone(ask: Asked, head_node: HeadNode) -> None:
+    made = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
+    assert ask("POST", "/nodes/a/versions", made) == (410, b"node: has no share of this run")
+    ask.hear("a", role="trainer", first=1)
+    assert ask("POST", "/nodes/a/versions", made) == (400, b"node: does not run rank 0")
+    assert not list(head_node.run.weights.iterdir())
+
+
 @pytest.mark.parametrize("name", ["other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder"])
 def test_other_files_than_the_models_are_not_served(ask: Asked, head_node: HeadNode, name: str) -> None:
     (head_node.model / ".hidden").touch()

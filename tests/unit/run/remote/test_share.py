@@ -54,6 +54,16 @@ def test_ranks() -> None:
     }
 
 
+def test_rank_0_on_another_machine() -> None:
+    launch = {"remote_roles": "trainer", "head_trains": False, "devices": 8}
+    settings = load({"launch": launch, "training": {"ranks": 1}})
+    its = owned(settings, Share(role="trainer", first=0).settled(settings))
+    assert its.processes == {"trainer-0"}
+    assert {("timeline", "trainer-0.jsonl"), ("timeline", "publisher-0.jsonl")} < its.files
+    with pytest.raises(ConfigError, match=r"^--node: must be from 0 to 0, got 1"):
+        Share(role="trainer", first=1).settled(settings)
+
+
 def test_reward_workers() -> None:
     """Their places come after those of the controller's machine, and one process has all of them."""
     settings = load({"rollout": {"reward_workers": 3}})
