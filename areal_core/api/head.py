@@ -21,7 +21,7 @@ from areal_core.config.fields import refuse_credentials
 from areal_core.errors import ArealError, ConfigError, StorageError
 
 _TIMEOUT_S = 10.0  # for the head node to go on with a response
-_PIECE = 2**20  # bytes of a file, between two looks whether it is still wanted
+_PIECE = 2**18  # bytes of a file, between two looks whether it is still wanted; they fit the cache that hashes them
 _AGAIN_S = 0.5  # between two tries to go on with a file
 _LINE_CHARS = 300
 
