@@ -30,6 +30,11 @@ class BackgroundThread:
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are left to do."""
+        return self._jobs.unfinished_tasks > 0
+
     def drain(self) -> None:
         """Wait until all jobs are done."""
         self._jobs.join()

@@ -1,7 +1,7 @@
 """Publishes versions to the generation servers and commits checkpoints, in the background of rank 0's steps.
 
-Each in a thread of its own, in order; a step only waits for a copy of what is written, or where the one before is not
-written yet. A failure ends the trainer at its next step.
+Each in a thread of its own, in order. A step only waits for a copy of what is written, and for the version before. A
+failure ends the trainer at its next step.
 """
 
 from __future__ import annotations
@@ -90,8 +90,13 @@ class Publisher:
 
         self._publishing.submit(send)
 
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written: there is one copy of the state at a time."""
+        return self._saving.busy
+
     def make_room(self) -> None:
-        """Wait until no checkpoint is being written: there is one copy of the state at a time."""
+        """Wait until no checkpoint is being written."""
         self._saving.drain()
 
     def checkpoint(self, step: int, state: EngineState) -> None:

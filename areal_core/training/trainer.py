@@ -139,7 +139,7 @@ class Trainer:
         if self.publisher is not None:
             with heartbeat.waiting("controller-0", f"step {self.step}: publishing"):
                 self.publisher.publish(self.step, tensors)
-        if self.step % self.config.training.checkpoint_every == 0:
+        if self._is_due():
             self._checkpoint()
         if self.publisher is not None:
             times.end = time.monotonic()
@@ -265,14 +265,18 @@ class Trainer:
         assert read is not None
         return EngineState(arrays=read.arrays, shapes=read.shapes, scalars=info.extra["engine"])
 
+    def _is_due(self) -> bool:
+        """Collective. Whether a checkpoint is due, and none is being written. While the store is slow or away, training
+        goes on, and the checkpoint comes later."""
+        every = self.config.training.checkpoint_every
+        if self.step // every == self._saved // every:
+            return False
+        waits = self.publisher is not None and self.publisher.saving
+        if waits and self.step % every == 0:
+            logger.warning("step %d: the checkpoint of step %d is still being written", self.step, self._saved)
+        return not self.ranks.all_reduce_max(np.array([int(waits)]))[0]
+
     def _checkpoint(self) -> None:
-        if self.publisher is not None:
-            with (
-                heartbeat.waiting(heartbeat.STORE, f"step {self.step}: a checkpoint is being written"),
-                self.ranks.held_up(),
-            ):
-                self.publisher.make_room()
-        self._meet()
         state = self.engine.state()
         if self.publisher is not None:
             self.publisher.checkpoint(self.step, state)
@@ -287,6 +291,13 @@ class Trainer:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
         is stopped gets no model: it can be resumed."""
         if self.step != self._saved:
+            with (
+                heartbeat.waiting(heartbeat.STORE, f"step {self._saved}: a checkpoint is being written"),
+                self.ranks.held_up(),
+            ):
+                if self.publisher is not None:
+                    self.publisher.make_room()
+            self._meet()
             self._checkpoint()
         tensors = self.engine.weights()
         with heartbeat.waiting(heartbeat.STORE, "saving the last checkpoint and the model"):

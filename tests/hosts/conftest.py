@@ -45,21 +45,22 @@ def store(network: Network) -> str:
 
 @pytest.fixture
 def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A run of seconds with remote workers on all other machines; its parameter is the number of steps."""
+    """A run of seconds with remote workers on all other machines; its parameter are fields of its configuration."""
     groups: dict[str, dict[str, Any]] = {
         "storage": {"url": "s3://runs/areal", "endpoint_url": store},
         "rollout": {"request_timeout_s": 10.0, "max_tries": 100},  # a machine that is cut off costs many
         "training": {
             "ranks": 2,
             "hosts": 2,
-            "steps": getattr(request, "param", 16),
+            "steps": 16,
             "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
         },
         "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD_NODE], "files_port": FILES_PORT, "devices": 3},
     }
-    config = load(
-        TINY | {"state_dir": str(state)} | {name: TINY.get(name, {}) | group for name, group in groups.items()}
-    )
+    own = getattr(request, "param", {})
+    names = groups.keys() | own.keys()
+    merged = {name: TINY.get(name, {}) | groups.get(name, {}) | own.get(name, {}) for name in names}
+    config = load(TINY | {"state_dir": str(state)} | merged)
     with Cluster(network, config, request.function.__name__.removeprefix("test_")) as running:
         yield running
     for host in ADDRESSES:  # one that a failed test has left cut off

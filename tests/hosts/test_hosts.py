@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 
 import pytest
 
-from areal_core.tracking.timeline import read_timeline
+from areal_core.run.launcher import read_summary
+from areal_core.tracking.timeline import Span, read_timeline
 from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, JUDGES, TRAINS, Cluster
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
+OUTAGE_S = 600.0
 MISSED = f"rank 1 (host {ADDRESSES[TRAINS]}) did not reach "
 LIST_STORE = """
 import sys
@@ -25,7 +28,9 @@ print(newest and newest.step, *sorted(storage.sizes("final")))
 """
 
 
-@pytest.mark.parametrize("cluster", [60], indirect=True)  # steps: the last cut must come before the end
+@pytest.mark.parametrize(
+    "cluster", [{"training": {"steps": 60}}], indirect=True
+)  # steps: the last cut must come before the end
 def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(HEAD_NODE)
@@ -90,7 +95,9 @@ def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
     cluster.finished()
 
 
-@pytest.mark.parametrize("cluster", [60], indirect=True)  # steps: torchrun's agents need a second to notice
+@pytest.mark.parametrize(
+    "cluster", [{"training": {"steps": 60}}], indirect=True
+)  # steps: torchrun's agents need a second to notice
 @pytest.mark.nightly
 def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) -> None:
     cluster.until_step(2)
@@ -104,3 +111,40 @@ def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) 
     cluster.wait_for("nothing is left there", lambda: not cluster.pids(TRAINS))
     cluster.start(TRAINS)
     cluster.finished()
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {
+            "training": {"ranks": 1, "hosts": 1, "steps": 1_000_000},
+            "launch": {"head_trains": False},
+            "stop": {"minutes": (OUTAGE_S + 90) / 60},
+        }
+    ],
+    indirect=True,
+)
+@pytest.mark.nightly
+def test_training_goes_on_while_the_store_is_away(cluster: Cluster) -> None:
+    """The head node controls, another machine generates, and a third one has rank 0."""
+
+    def saved() -> list[Span]:
+        return [span for span in read_timeline(cluster.run.timeline) if span.kind == "checkpoint"]
+
+    assert cluster.pid("trainer") in cluster.pids(TRAINS)
+    cluster.wait_for("a checkpoint is saved", saved)
+    for process in cluster.store:
+        os.kill(process, signal.SIGSTOP)
+    away = time.time()
+    before = []
+    while time.time() - away < OUTAGE_S:
+        before.append(cluster.step())
+        time.sleep(OUTAGE_S / 10)
+        assert cluster.step() > before[-1]
+    assert max(span.step for span in saved() if span.step is not None) < before[1]
+    for process in cluster.store:
+        os.kill(process, signal.SIGCONT)
+    cluster.wait_for("checkpoints are saved again", lambda: any((span.step or 0) > before[-1] for span in saved()))
+    cluster.ended()
+    assert read_summary(cluster.run).reason == "minutes"
+    assert "restart" not in cluster.output(HEAD_NODE) + cluster.output(TRAINS)

@@ -23,7 +23,8 @@ from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.launch.supervisor import FileLock
 from areal_core.run.launcher import run_folder
-from areal_core.storage import weights
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import PolicyVersion
@@ -94,6 +95,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def files_of(run: Launched) -> str:
     """The URL of the head node's data server."""
     return run.wait_for("its data server listens", lambda: (run.run.ready_info("files") or {}).get("url"))
+
+
+def until_saved(run: Launched) -> None:
+    store = Storage.open(run.run.info().checkpoint_url)
+    run.wait_for("a checkpoint", lambda: checkpoint.newest(store))
 
 
 def held(config: RunConfig, run: RunDir) -> dict[int, str]:
@@ -170,7 +176,7 @@ def test_a_machine_that_trains_is_replaced(tmp_path: Path, start: Start) -> None
     config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
     with Launched(config, "apart") as run:
         second, servers = start(run, "trainer", "--node", 1), start(run, "generation")
-        run.until_step(7)  # then the checkpoint of step 3 is complete: that of step 6 has waited for it
+        until_saved(run)
         ranks = [run.pid("trainer", rank) for rank in range(2)]
         assert ranks[0] in [one.pid for one in psutil.Process(run.launcher.pid).children(recursive=True)]
         assert ranks[1] in second.processes()
@@ -241,7 +247,7 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
 
     with Launched(config("first"), "apart") as run:
         node = start(run, "generation")
-        run.until_step(7)  # so that there is a checkpoint
+        until_saved(run)
         server, token = run.pid("generation"), run.run.token()
         run.launcher.send_signal(signal.SIGSTOP)
         os.kill(run.pid("files"), signal.SIGKILL)  # which says nothing more, as on a machine that loses power

@@ -53,7 +53,7 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
     _check_final_model(config, version=2)
     newest = checkpoint.newest(Storage.open(str(tmp_path / "store" / "runs" / "r")))
     assert newest is not None
-    assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
+    assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4, "control": {}})
     store = {"url": str(tmp_path / "store")}
     for steps, ranks, stage in ((3, 1, 1), (4, 2, 2)):  # on other machines, where other ranks read what they hold
         changed = training | {"steps": steps, "ranks": ranks, "zero_stage": stage}

@@ -122,6 +122,7 @@ class Cluster:
         self._texts = Path(config.state_dir) / f"{run_id}-outputs"
         self._texts.mkdir(parents=True)
         self._others = {host: tuple(network.pids(host)) for host in ADDRESSES}
+        self.store = self._others[HEAD_NODE]  # the processes that serve it
         file = self._texts / "config.json"
         file.write_text(json.dumps(config.to_dict()))
         self.processes = {
@@ -134,7 +135,11 @@ class Cluster:
 
     def start(self, host: str) -> None:
         """Start the remote worker of a machine. The run needs all of them but JUDGES, which is not started with it."""
-        roles = {GENERATES: ("generation",), TRAINS: ("trainer", "--node", 1), JUDGES: ("rewards", "--workers", 1)}
+        roles = {
+            GENERATES: ("generation",),
+            TRAINS: ("trainer", "--node", int(self.config.launch.head_trains)),
+            JUDGES: ("rewards", "--workers", 1),
+        }
         self.wait_for("the run's token is made", self.run.token_file.exists)
         where = ("--head", f"http://{ADDRESSES[HEAD_NODE]}:{FILES_PORT}", "--token-file", self.run.token_file)
         self.processes[host] = self.network.start(
@@ -197,6 +202,11 @@ class Cluster:
 
     def finished(self) -> RunSummary:
         """The summary, after a look at everything that has to hold on all machines when a run has ended in order."""
+        self.ended()
+        return checked_summary(self.run, self.config)
+
+    def ended(self) -> None:
+        """Wait for the end of the run, in order on all machines, with nothing left there."""
         for host, process in self.processes.items():
             try:
                 status = process.wait(TIMEOUT_S)
@@ -204,7 +214,6 @@ class Cluster:
                 raise AssertionError(f"{host} hangs\n{self._outputs()}") from None
             assert status == 0, f"{host} ended with {status}\n{self._outputs()}"
         assert not {host: left for host in ADDRESSES if (left := self.pids(host))}, self._outputs()
-        return checked_summary(self.run, self.config)
 
     def _text(self, host: str) -> Path:
         return self._texts / f"{host}.txt"

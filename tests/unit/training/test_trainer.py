@@ -49,6 +49,14 @@ def broken(step: int) -> TrainingBatch:
     return replace(share, behaviour_logprobs=np.where(share.loss_mask, np.float32(np.nan), np.float32(0)))
 
 
+def manifest(step: int) -> BatchManifest:
+    group = BatchGroup(
+        group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), truncated=(False, False), ready_version=step - 1,
+        prompt_tokens=1, checksums=(), segment="", start=0,
+    )  # fmt: skip
+    return BatchManifest(step=step, groups=(group,))
+
+
 def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None:
     share = broken(7)
     with pytest.raises(DivergenceError, match=r"step 7, update 0: .*must be finite; its batch: ") as caught:
@@ -93,14 +101,22 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
     learns = one._learn
     monkeypatch.setattr(one, "_learn", learn)
     for step in (1, 2):
-        group = BatchGroup(
-            group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), truncated=(False, False), ready_version=step - 1,
-            prompt_tokens=1, checksums=(), segment="", start=0,
-        )  # fmt: skip
-        one._train_step(BatchManifest(step=step, groups=(group,)), sound(step), 0.0)
+        one._train_step(manifest(step), sound(step), 0.0)
     assert one.publisher is not None
     one.publisher.drain()
     assert done == [("trained", 1), ("trained", 2), ("written", 1), ("written", 2)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one due at steps 3, 6 and 9, that of step 3 is written until step 7 has trained."""
+    controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
+    monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
+    one, saved = trainer(tmp_path), list[int]()
+    monkeypatch.setattr(publisher.Publisher, "checkpoint", lambda self, step, state: saved.append(step))
+    monkeypatch.setattr(publisher.Publisher, "saving", property(lambda self: saved == [3] and one.step < 8))
+    for step in range(1, 10):
+        one._train_step(manifest(step), sound(step), 0.0)
+    assert saved == [3, 8, 9]
 
 
 def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) -> None:
