@@ -48,7 +48,10 @@ def test_an_engine_of_ones_own_states_its_capabilities() -> None:
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ("plain", "training.zero_stage: needs an engine whose ranks partition its state .training.engine=deepspeed.,"),
+        (
+            "plain",
+            "training.zero_stage: must be 2 with training.engine=.*:plain: ranks partition their state with deepspeed,",
+        ),
         ("confused", "training.engine: the traits of .*:confused must be a TrainingTraits, got GenerationTraits"),
     ],
 )
