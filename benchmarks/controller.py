@@ -57,8 +57,7 @@ from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
-from areal_core.controller.reward_routes import reward_routes
-from areal_core.controller.routes import Routes
+from areal_core.controller.routes import Routes, reward_routes
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
-from areal_core.api.bodies import read
-
-__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "read"]
+T = TypeVar("T")
 
 
 class Join(msgspec.Struct):
@@ -43,15 +42,17 @@ class Snapshot(msgspec.Struct):
     timeout_s: float
 
 
-class Finish(msgspec.Struct):
-    """How the trainer has finished."""
-
-    reason: str
-    version: int
-    model_url: str
-
-
 class Stop(msgspec.Struct):
     """That the run is to end after the step that it is at, and why."""
 
     reason: str
+
+
+async def read(request: web.Request, kind: type[T]) -> T:
+    """The body of a request. Raises ValueError that names the field."""
+    try:
+        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
+    except msgspec.ValidationError as error:
+        raise ValueError(f"body: {error}") from None
+    except RecursionError:
+        raise ValueError("body: is nested too deeply") from None

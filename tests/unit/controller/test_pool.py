@@ -11,7 +11,7 @@ from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
-from areal_core.controller.server_routes import server_routes
+from areal_core.controller.routes import server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.types import Tally
