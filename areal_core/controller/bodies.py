@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from aiohttp import web
-
-T = TypeVar("T")
 
 
 class Join(msgspec.Struct):
@@ -46,13 +43,3 @@ class Stop(msgspec.Struct):
     """That the run is to end after the step that it is at, and why."""
 
     reason: str
-
-
-async def read(request: web.Request, kind: type[T]) -> T:
-    """The body of a request. Raises ValueError that names the field."""
-    try:
-        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
-    except msgspec.ValidationError as error:
-        raise ValueError(f"body: {error}") from None
-    except RecursionError:
-        raise ValueError("body: is nested too deeply") from None

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from areal_core.api.bodies import read
 from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import parsed_spans
-from areal_core.controller.bodies import Document, Join, Metrics, Snapshot, Stop, read
+from areal_core.controller.bodies import Document, Join, Metrics, Snapshot, Stop
 from areal_core.controller.core.notes import Ending
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import GenerationPool, Newest
@@ -71,7 +72,7 @@ class Routes:
         status = self._run.recorder.status(
             version=self._run.servers.version,
             finished=self._run.controller.finished,
-            lost_servers=self._run.servers.lost,
+            lost_servers=self._run.servers.registry.lost,
         )
         return web.json_response(dataclasses.asdict(status))
 

@@ -96,7 +96,7 @@ def build(
         ledger=ledger,
         stop_token_ids=(1,),
     )
-    engine.freed = controller.completions_ended
+    engine.freed = controller.freed.notify
     return config, rng, engine, ledger, controller
 
 
@@ -387,7 +387,7 @@ def test_an_incarnation_starts_running_groups_again():
         flying = {group.group_id for group in ledger.inflight()}
         controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
         await asyncio.sleep(5.0)
-        assert ledger.incarnation == 1
+        assert ledger.notes.incarnation == 1
         assert engine.version == 1
         assert not flying & {group.group_id for group in ledger.inflight()}
         # Nothing that the replaced weights of version 2 sampled may be left: version 2 does not exist any more.

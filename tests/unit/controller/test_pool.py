@@ -98,7 +98,7 @@ async def test_a_stager_that_fails_costs_its_machines_servers_and_no_others(serv
     await pool.join("near", servers[0].url, lambda: version(0))
     await pool.join("far", servers[1].url, lambda: version(0), stager="http://127.0.0.1:1")  # which has version 0
     await pool.load_version(version(1))
-    assert pool.lost == (servers[1].url,)
+    assert pool.registry.lost == (servers[1].url,)
     assert [(server.name, server.loaded) for server in pool.registry.at_work] == [("near", version(1))]
     with pytest.raises(ServerLostError, match=r"http://127\.0\.0\.1:1/stage"):
         await pool.join("far", servers[1].url, lambda: version(1), stager="http://127.0.0.1:1")
@@ -190,7 +190,7 @@ async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monk
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert pool.lost == (servers[0].url,)
+    assert pool.registry.lost == (servers[0].url,)
     assert counters.uncounted() == 2 * 24
 
 
@@ -267,15 +267,15 @@ async def test_what_failed_is_lost_until_it_joins_again(servers, pool, status):
     await both(servers, pool)
     servers[0].broken["/health"] = status
     await pool.check()
-    assert (pool.lost, pool.room) == ((servers[0].url,), 10)
+    assert (pool.registry.lost, pool.room) == ((servers[0].url,), 10)
     servers[0].broken["/weight_info"] = 500
     with pytest.raises(ServerLostError):
         await pool.join("a", servers[0].url, lambda: version(0))
-    assert pool.lost == (servers[0].url,)
+    assert pool.registry.lost == (servers[0].url,)
     servers[0].broken.clear()
     await pool.join("a", servers[0].url, lambda: version(0))
     await pool.leave("b")
-    assert pool.lost == ()
+    assert pool.registry.lost == ()
 
 
 # -- completions that were interrupted ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     freed, pending = [], PendingCompletions(request(n=4))
-    pool.subscribe(lambda: freed.append(pool.room))
+    pool.freed = lambda: freed.append(pool.room)
     servers[0].release.clear()
     servers[0].early["r"] = [1, 2]
     call = asyncio.ensure_future(pool.generate(pending))
@@ -361,7 +361,7 @@ async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(serve
     pending.take = refusing
     with pytest.raises(GenerationError, match="unreadable"):
         await pool.generate(pending)
-    assert (pending.unfinished(), pool.room, pool.lost) == ([1], 10, ())
+    assert (pending.unfinished(), pool.room, pool.registry.lost) == ([1], 10, ())
 
 
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
@@ -394,7 +394,7 @@ async def test_a_server_with_other_routes_does_not_join(pool):
     async with FakeServer("0.31.0") as other:
         with pytest.raises(GenerationError, match=r"runs vLLM 0\.31\.0; needed is vLLM 0\.32\.0"):
             await pool.join("a", other.url, lambda: version(0))
-    assert (pool.room, pool.lost) == (0, ())
+    assert (pool.room, pool.registry.lost) == (0, ())
 
 
 async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
@@ -475,7 +475,7 @@ async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_it
         with pytest.raises(ServerLostError, match=f"a at {servers[0].url} was taken out before it had joined"):
             await first
     there = [(one.url, one.incarnation) for one in pool.registry.servers]
-    assert (there, pool.lost) == ([] if leaves else [(servers[1].url, 2)], ())
+    assert (there, pool.registry.lost) == ([] if leaves else [(servers[1].url, 2)], ())
 
 
 async def waited(event):

@@ -165,7 +165,7 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
     assert ledger.publish(version(1)) == "same"
     assert ledger.versions.newest() == version(2)
     assert ledger.payload(group) == PLACE
-    assert ledger.incarnation == 0
+    assert ledger.notes.incarnation == 0
     with pytest.raises(LedgerError, match="can't follow 2"):
         ledger.publish(version(4))
 
@@ -177,7 +177,7 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     assert (ledger.versions.newest(), ledger.versions.get(2), ledger.versions.last()) == (None, None, 2)
     assert [ledger.versions.digest(number) for number in (2, 3)] == [version(2).digest, None]
     assert ledger.publish(version(2)) == "same"
-    assert (ledger.versions.newest(), ledger.incarnation) == (version(2), 0)
+    assert (ledger.versions.newest(), ledger.notes.incarnation) == (version(2), 0)
     ledger.versions.mark_damaged(2)
     assert ledger.publish(version(2, "other")) == "replaced"
 
@@ -196,9 +196,9 @@ def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
 def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
     batches = four_steps(ledger)
     ledger.rewind(3)
-    assert (ledger.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
+    assert (ledger.notes.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
     ledger.rewind(1)
-    assert (ledger.incarnation, ledger.versions.newest()) == (1, version(1))
+    assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
     assert ledger.batch(2) is not None  # what version 1 is to be trained on
     assert (ledger.batch(3), ledger.batch(4)) == (None, None)
     assert ledger.payload(batches[3])  # version 1 sampled it: it is in the buffer again
@@ -211,7 +211,7 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
     batches = four_steps(ledger)
     ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
     assert ledger.publish(version(2, "other")) == "replaced"
-    assert (ledger.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
+    assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
     assert ledger.batch(2) is not None  # it made version 2, and its content is still valid
     assert (ledger.batch(3), ledger.batch(4)) == (None, None)
     with pytest.raises(LedgerError):
@@ -327,7 +327,7 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
     assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
     assert ledger.publish(version(3)) == "same"  # late
     assert ledger.versions.digest(3) is None
-    assert ledger.incarnation == 0
+    assert ledger.notes.incarnation == 0
     with pytest.raises(LedgerError, match=f"no group {groups[0]}"):
         ledger.lose(groups[0])
 
@@ -391,7 +391,7 @@ def test_a_run_goes_on_from_the_snapshot_of_an_earlier_step(ledger, tmp_path):
     copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
     before = copy.tokens()
     copy.rewind(1)
-    assert (copy.last_step(), copy.versions.last(), copy.incarnation) == (2, 1, 1)
+    assert (copy.last_step(), copy.versions.last(), copy.notes.incarnation) == (2, 1, 1)
     assert [group.group_id for group in copy.batch(2).groups] == [groups[1]]
     assert copy.tokens().accounted == before.accounted
     assert copy.tokens().consumed == 1 + 2  # the third group's version is gone
@@ -406,7 +406,7 @@ def test_a_damaged_payload_of_a_buffered_group_costs_that_group(ledger):
     assert ledger.dropped() == {"damaged": 1}
     assert ledger.admit().prompt_index == 0
     assert ledger.fix_batch(1, selection(groups=1)).groups[0].group_id == other
-    assert ledger.incarnation == 0
+    assert ledger.notes.incarnation == 0
 
 
 def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
@@ -416,7 +416,7 @@ def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
         ledger.fix_batch(step, selection(groups=1))
     ledger.publish(version(1))
     ledger.lose(groups[1])  # of the batch whose version is not published yet
-    assert ledger.incarnation == 0
+    assert ledger.notes.incarnation == 0
     assert ledger.last_step() == 1
     assert ledger.versions.last() == 1
     assert ledger.fix_batch(2, selection(groups=1)).groups[0].group_id == groups[2]
@@ -432,7 +432,7 @@ def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(l
     ledger.fix_batch(2, selection(groups=1))
     ledger.publish(version(2))
     ledger.lose(groups[0])
-    assert ledger.incarnation == 1
+    assert ledger.notes.incarnation == 1
     assert (ledger.last_step(), ledger.versions.last()) == (0, 0)
     assert ledger.dropped() == {"damaged": 1, "replaced": 1}  # what the forgotten version 1 had sampled
     assert ledger.counts()[GroupState.READY] == 1
