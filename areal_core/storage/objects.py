@@ -107,11 +107,6 @@ class Storage:
         bucket.opened()
         return cls(bucket, root, f"s3://{root}", Patience(patience_s))
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the store stopped responding, in monotonic time; None while it responds. Of `child` stores as well."""
-        return self._patience.waiting_since
-
     def child(self, name: str) -> Storage:
         """The part of this store below `name`."""
         return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
@@ -156,9 +151,6 @@ class Storage:
         """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
         assert 0 <= start <= stop, (start, stop)
         return self._done("read", name, self._kind.get_range, start, stop)
-
-    def exists(self, name: str) -> bool:
-        return self._done("look at", name, self._kind.exists)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by full name, in the order of names."""

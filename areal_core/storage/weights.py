@@ -106,15 +106,6 @@ def is_whole(version: PolicyVersion) -> bool:
         return False
 
 
-def newest(folder: Path) -> PolicyVersion | None:
-    """The highest version that is complete; None when there is none."""
-    for path in sorted(folder.glob("v*"), key=_number, reverse=True):
-        version = _complete(path)
-        if version is not None:
-            return version
-    return None
-
-
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
     """The tensors of a published version in float32, mapped where they are stored so, by their names in the trainer.
     Raises StorageError for a file that is not what was published."""
@@ -148,11 +139,6 @@ def sync(folder: Path) -> None:
 def version_folder(folder: Path, version: int) -> Path:
     """The folder of a version, which may not exist."""
     return folder / f"v{version:06d}"
-
-
-def _number(path: Path) -> int:
-    digits = path.name.removeprefix("v")
-    return int(digits) if digits.isdigit() else -1
 
 
 def _complete(path: Path) -> PolicyVersion | None:

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeVar
 import pytest
 from mlflow import MlflowClient
 
-from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from flows.stack import ROOT
@@ -84,8 +83,8 @@ class Train:
 
         def published() -> bool:
             assert self.process.poll() is None, self.output()
-            newest = next((weights.newest(run.weights) for run in self._runs() - self._before), None)
-            return newest is not None and newest.version >= step
+            manifests = [file for run in self._runs() - self._before for file in run.weights.glob("v*/manifest.json")]
+            return any(int(file.parent.name[1:]) >= step for file in manifests)
 
         self.wait_for(f"step {step}", published)
 
