@@ -211,14 +211,6 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one(
     assert set(ledger.dropped()) == {"zero_variance"}
 
 
-def test_without_dynamic_sampling_uniform_groups_are_served():
-    _, rng, _, ledger, controller = build(3, steps=10, eta=1, right=0.3)
-    manifests = run_virtual(train(controller, rng, 10))
-    correct = {summary.correct for manifest in manifests for summary in ledger.summaries(manifest.step)}
-    assert correct == {0, 1, 2}
-    assert ledger.dropped() == {}
-
-
 def test_a_uniform_group_gives_its_place_to_the_next_prompt():
     _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_zero_variance=10_000)
     manifests = run_virtual(train(controller, rng, 5))

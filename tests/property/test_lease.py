@@ -122,30 +122,6 @@ def test_a_number_is_above_what_names_show_when_the_lease_is_taken() -> None:
         turns.run({"all": launchers})
 
 
-def test_a_run_that_is_running_is_refused_in_one_line() -> None:
-    turns = Turns(random.Random(1))
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        over = threading.Event()
-        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
-
-        def holder() -> None:
-            held = lease("/state/a")
-            held.acquire()
-            while not over.is_set():
-                turns.take(held.renewal_s)
-                held.renew()
-
-        def other() -> None:
-            turns.take(1.0)
-            with pytest.raises(ProcessError, match=r"^run_id: the run is running already, on /state/a; wait for"):
-                lease("/state/b").acquire()
-            assert turns.now < TTL_S
-            over.set()
-
-        turns.run({"holder": holder, "other": other})
-
-
 @pytest.mark.parametrize(
     "data",
     [

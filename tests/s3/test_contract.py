@@ -14,7 +14,6 @@ import fsspec
 import pytest
 
 from areal_core.errors import StorageError
-from areal_core.storage import checkpoint
 from areal_core.storage.bucket import PART_BYTES
 from areal_core.storage.objects import ChangedError, DamagedError, MissingError, Storage
 from tests.s3.conftest import Place
@@ -192,38 +191,6 @@ def test_an_absent_object_is_named(store: Storage, ask: Any) -> None:
     absent = rf"^storage\.url: can't read {store.url}/no/such: (it does not exist|No such file or directory)$"
     with pytest.raises(StorageError, match=absent):
         ask(store, "no/such")
-
-
-@every_kind
-def test_checkpoints(store: Storage, tmp_path: Path) -> None:
-    (tmp_path / "model").write_bytes(os.urandom(1000))
-    for step in (1, 2, 3, 4):
-        checkpoint.save(store, step, {"a/model": tmp_path / "model"}, {"version": step})
-    store.delete("checkpoints/step-000004.0/a/model")
-    info = checkpoint.newest(store)
-    assert info is not None
-    assert info.step == 3
-    files = checkpoint.fetch(store, info, tmp_path / "back")
-    assert files["a/model"].read_bytes() == (tmp_path / "model").read_bytes()
-    checkpoint.prune(store, 1)
-    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000003.0", "step-000004.0"}
-
-
-@every_server
-@pytest.mark.parametrize("file", ["a/model", "manifest.json"])
-def test_of_a_damaged_checkpoint_an_older_one_is_taken(place: Place, store: Storage, tmp_path: Path, file: str) -> None:
-    (tmp_path / "model").write_bytes(os.urandom(1000))
-    for step in (1, 2):
-        checkpoint.save(store, step, {"a/model": tmp_path / "model"}, {"version": step})
-    at = _at(place, f"checkpoints/step-000002.0/{file}")
-    client = _client(place)
-    metadata = client.call_s3("head_object", **at)["Metadata"]
-    data = bytearray(store.get_bytes(f"checkpoints/step-000002.0/{file}"))
-    data[-3] ^= 1
-    client.call_s3("put_object", **at, Body=bytes(data), Metadata=metadata)
-    taken = checkpoint.newest_of(store, lambda info: checkpoint.fetch(store, info, tmp_path / "back"))
-    assert taken is not None
-    assert taken[0].step == 1
 
 
 @every_server

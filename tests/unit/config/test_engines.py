@@ -84,9 +84,3 @@ def test_no_module_compares_names_of_engines() -> None:
         place for part in ("areal_core", "flows") for file in (ROOT / part).rglob("*.py") for place in compared(file)
     ]
     assert not found, "ask for a capability of areal_core.config.engines"
-
-
-def test_a_comparison_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text('x = engine in ("vllm", "mine")\nengine = "vllm"\n')
-    assert list(compared(tmp_path / "a.py")) == ["a.py:1"]

@@ -10,7 +10,6 @@ from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 import pytest
-import torch
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
@@ -144,11 +143,6 @@ def test_a_configuration_that_can_not_work_is_refused_in_one_line(settings: str,
     assert "\n" not in str(caught.value)
 
 
-def test_the_pipeline_is_as_deep_as_the_bound_unless_it_is_said() -> None:
-    assert loaded("rollout.max_staleness=4").pipeline_depth == 4
-    assert loaded("rollout.max_staleness=4 rollout.pipeline_depth=0.5").pipeline_depth == 0.5
-
-
 def numbers(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, type]]:
     """The dotted names of all numeric fields of a configuration, and their types."""
     for name, hint in get_type_hints(schema).items():
@@ -164,10 +158,6 @@ def test_a_number_that_nothing_can_hold_is_refused(name: str, kind: type) -> Non
     for value in (10**20, -(10**20)) if kind is int else (10**400, -(10**400)):
         with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: must be (finite|at (most|least)|greater than)"):
             load(merge({}, name, value))
-
-
-def test_the_largest_seed_is_one_for_torch() -> None:
-    torch.Generator().manual_seed(load({"seed": 2**63 - 1}).seed)
 
 
 def test_numbers_of_numpy_are_plain_ones() -> None:
@@ -186,11 +176,6 @@ def test_an_adapter_has_a_rank_and_targets() -> None:
     for targets in ("", "q_proj,,v_proj"):
         with pytest.raises(ConfigError, match=r"^training.lora.targets: must be names of linear layers with commas"):
             load({"training": {"lora": {"rank": 8, "targets": targets}}})
-
-
-def test_nothing_is_interrupted_in_synchronous_mode() -> None:
-    assert loaded("generation.interruption=keep").interruption == "keep"
-    assert loaded("mode=sync generation.interruption=keep").interruption == "wait"
 
 
 @pytest.mark.parametrize(
@@ -259,12 +244,6 @@ def test_an_algorithm_that_may_seem_wrong_and_is_not(settings: str) -> None:
 )
 def test_a_proximal_policy_is_recomputed_where_the_objective_weighs_with_it(settings: str, recomputes: bool) -> None:
     assert loaded(settings).recomputes_proximal == recomputes
-
-
-def test_the_evaluators_gpus_are_not_the_runs() -> None:
-    launch = {"accelerator": "cuda", "devices": 8}
-    assert load({"launch": launch, "evaluation": {"accelerator": "cuda", "servers": 2}}).generation_servers == 5
-    assert load({"launch": launch}).generation_servers == 7  # the evaluator's are on cores
 
 
 def test_what_follows_from_remote_roles() -> None:

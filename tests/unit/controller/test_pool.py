@@ -114,21 +114,6 @@ async def test_what_a_server_decodes_for_a_controller_that_is_gone_ends_before_i
         assert servers[0].updates()[:2] == [aborted, ("/resume", None)]
 
 
-async def test_requests_go_to_the_server_with_the_fewest_completions(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        server.release.clear()
-        await pool.join(name, server.url, lambda: version(0))
-    calls = [asyncio.ensure_future(ask(pool, "big", n=5))]
-    await servers[0].started("big")
-    calls += [asyncio.ensure_future(ask(pool, f"small-{i}", n=2)) for i in range(3)]
-    await servers[1].started("small-0", "small-1", "small-2")
-    calls.append(asyncio.ensure_future(ask(pool, "last", n=1)))
-    await servers[0].started("last")
-    for server in servers:
-        server.release.set()
-    assert await asyncio.gather(*calls) == [[WHOLE] * n for n in (5, 2, 2, 2, 1)]
-
-
 async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].broken["/inference/v1/generate"] = 400
@@ -197,33 +182,6 @@ async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monk
 # -- what servers have counted -----------------------------------------------------------------------------------------
 
 
-async def test_what_servers_count_is_kept_when_they_leave_and_when_they_are_lost(servers, pool):
-    counters = pool.counters
-    for name, server, counted in zip("ab", servers, (100, 4), strict=True):
-        server.counted = counted  # before it joined: none of the run's
-        await pool.join(name, server.url, lambda: version(0))
-    assert counters.generated() == 0
-    servers[0].counted, servers[1].counted = 130, 9
-    await pool.loads()
-    assert counters.generated() == 30 + 5
-    servers[0].counted = 140  # its last report, as it leaves
-    await pool.leave("a")
-    await ask(pool, "group-1-0", n=3)  # completed after the last report
-    servers[1].release.clear()
-    call = asyncio.ensure_future(ask(pool, "group-2-0", n=2))
-    await servers[1].started("group-2-0")
-    await servers[1].__aexit__()
-    with pytest.raises(ServerLostError):
-        await call
-    assert counters.generated() == 40 + 5
-    assert counters.uncounted() == (3 + 2) * 24
-    servers[0].counted = 500  # meanwhile, for others
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].counted = 507
-    await pool.loads()
-    assert counters.generated() == 40 + 5 + 7
-
-
 async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tmp_path):
     ledger = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=2)
     for counted, joined in ((10, 0), (25, 15), (3, 15)):  # the last one was started again
@@ -250,16 +208,6 @@ async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
         updates = third.updates()
         await pool.load_version(version(4))
         assert third.updates() == updates
-
-
-async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
-    await both(servers, pool)
-    assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
-    await pool.abort_all()
-    assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
-    servers[0].broken["/load"] = 500
-    assert len(await pool.loads()) == 1
-    assert pool.room == 10
 
 
 @pytest.mark.parametrize("status", [404, 503])
@@ -390,13 +338,6 @@ async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     assert servers[0].requests.keys() | servers[1].requests.keys() == {"r"}
 
 
-async def test_a_server_with_other_routes_does_not_join(pool):
-    async with FakeServer("0.31.0") as other:
-        with pytest.raises(GenerationError, match=r"runs vLLM 0\.31\.0; needed is vLLM 0\.32\.0"):
-            await pool.join("a", other.url, lambda: version(0))
-    assert (pool.room, pool.registry.lost) == (0, ())
-
-
 async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(3))
     asked = len(servers[0].calls)
@@ -463,19 +404,6 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
         await pool.join("b", servers[1].url, lambda: version(1))
     assert [server.loading for server in pool.registry.servers] == [None]
     assert not pool.registry.exclusive.locked()
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_its_name(servers, pool, leaves):
-    servers[0].hanging.add("/update_weights")
-    first = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
-    await asked(servers[0], "/update_weights")
-    async with asyncio.timeout(5):
-        await (pool.leave("a") if leaves else pool.join("a", servers[1].url, lambda: version(1)))
-        with pytest.raises(ServerLostError, match=f"a at {servers[0].url} was taken out before it had joined"):
-            await first
-    there = [(one.url, one.incarnation) for one in pool.registry.servers]
-    assert (there, pool.registry.lost) == ([] if leaves else [(servers[1].url, 2)], ())
 
 
 async def waited(event):
