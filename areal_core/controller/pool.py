@@ -374,19 +374,16 @@ class GenerationPool:
         sent to it. Returns the tokens that it has counted for the rollout."""
         target = self.registry.target = newest() or self.registry.target
         if target is not None and server.loaded != target:
-            await self._load(server, target)
+            server.loading = target
+            try:
+                if target.version == 0 and await server.client.loaded_version() == 0:
+                    await server.client.resume()  # it may have left, or lost its controller, while it was paused
+                else:
+                    await server.client.load_version(target, self.interruption)
+                server.loaded = target
+            finally:
+                server.loading = None
         return (await server.client.load()).rollout_tokens
-
-    async def _load(self, server: Server, target: PolicyVersion) -> None:
-        server.loading = target
-        try:
-            if target.version == 0 and await server.client.loaded_version() == 0:
-                await server.client.resume()  # it may have left, or lost its controller, while it was paused
-            else:
-                await server.client.load_version(target, self.interruption)
-            server.loaded = target
-        finally:
-            server.loading = None
 
     async def _retire(self, name: str) -> None:
         """Have the servers of a name hand over their requests and end; a lost one just ends."""
