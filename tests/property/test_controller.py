@@ -234,14 +234,6 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one(
     assert set(ledger.dropped()) == {"zero_variance"}
 
 
-def test_a_uniform_group_gives_its_place_to_the_next_prompt():
-    _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_zero_variance=10_000)
-    manifests = run_virtual(train(controller, rng, 5))
-    prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
-    assert len(set(prompts)) == len(prompts)
-    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["zero_variance"]  # each admitted once, none again
-
-
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
     _, _, _, ledger, controller = build(1, steps=5, eta=1, right=right, max_zero_variance=7)
@@ -277,14 +269,6 @@ def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_ledgers(seed):
     check_ledgers(controller, engine, ledger, manifests)
     assert controller.running_groups == 0
     assert ledger.tokens().in_flight > 0
-
-
-def test_zero_staleness_alternates_strictly():
-    _, rng, _, ledger, controller = build(3, steps=20, eta=0)
-    manifests = run_virtual(train(controller, rng, 20))
-    for manifest in manifests:
-        assert [group.ready_version for group in manifest.groups] == [manifest.step - 1] * len(manifest.groups)
-        assert {summary.max_version for summary in ledger.summaries(manifest.step)} == {manifest.step - 1}
 
 
 def test_a_run_in_which_every_group_fails_ends_with_the_reason():

@@ -88,15 +88,3 @@ def test_a_run_goes_on_once_its_killed_store_is_back(radosgw: RadosGateway, tmp_
         assert "(storage.patience_s)" in run.output()
         assert "storage: responds again, after" in run.output()
         assert "restart" not in run.output()
-
-
-def test_a_run_goes_on_once_its_stopped_store_is_back(radosgw: RadosGateway, tmp_path: Path, url: str) -> None:
-    with Launched(configured(tmp_path, radosgw, url), "r") as run:
-        run.until_step(1)
-        radosgw.stop()
-        try:
-            run.wait_for("a request that nobody reads", lambda: radosgw.holds_a_request() or None)
-        finally:
-            radosgw.go_on()
-        assert ended_in_order(run).incarnation == 0  # every step was made once
-        assert "restart" not in run.output()

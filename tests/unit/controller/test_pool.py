@@ -210,22 +210,6 @@ async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
         assert third.updates() == updates
 
 
-@pytest.mark.parametrize("status", [404, 503])
-async def test_what_failed_is_lost_until_it_joins_again(servers, pool, status):
-    await both(servers, pool)
-    servers[0].broken["/health"] = status
-    await pool.check()
-    assert (pool.registry.lost, pool.room) == ((servers[0].url,), 10)
-    servers[0].broken["/weight_info"] = 500
-    with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, lambda: version(0))
-    assert pool.registry.lost == (servers[0].url,)
-    servers[0].broken.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    await pool.leave("b")
-    assert pool.registry.lost == ()
-
-
 # -- completions that were interrupted ---------------------------------------------------------------------------------
 
 
@@ -260,21 +244,6 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
     assert call.result() == [WHOLE]
     assert join_completions(pending.completions())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
     await pool.close()
-
-
-async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool, monkeypatch):
-    monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
-    await pool.join("a", servers[0].url, lambda: version(0))
-    client = GenerationClient(servers[0].url)
-    await client.pause()  # what comes now waits
-    await client.close()
-    servers[0].hanging.add("/resume")
-    call = asyncio.ensure_future(ask(pool))
-    await servers[0].started("r")
-    async with asyncio.timeout(5):
-        await pool.leave("a")
-    with pytest.raises(ServerLostError, match="taken out while it served r"):
-        await call
 
 
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
