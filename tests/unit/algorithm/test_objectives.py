@@ -43,49 +43,71 @@ def flags(surrogate: Surrogate) -> dict[str, list[int]]:
     return {name[len("loss/") : -len("_fraction")]: tokens for name, tokens in marked.items() if tokens}
 
 
-def test_decoupled_by_hand():
-    terms, gradient = differentiated(decoupled, TOKENS, CONFIG)
-    # 2 * 1.1; 1 * 1.2, as 1.5 is clipped; 1/2 * 0.8 * -2, as 1/2 is clipped and -1.6 is below 0.5 * -2
-    assert terms == pytest.approx([2.2, 1.2, -0.8, 0])
-    assert gradient == pytest.approx([2.2, 0, 0, 0])  # d u / d log pi_theta = u, and only token 0 is not clipped
-    surrogate = decoupled(TOKENS, CONFIG)
-    assert flags(surrogate) == {"clip": [1, 2], "clip_low": [2], "clip_high": [1]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])
-    assert surrogate.log_ratio.exp().tolist() == pytest.approx([1.1, 1.5, 0.5, 1])
+LOGS = (-0.5978370007556204, -0.5108256237659907, -2.995732273553991)  # of pi_theta: 0.55, 0.6, 0.05
+OLD, FRESH = (2, 1, 1 / 2, 1), (2.2, 1.5, 0.25, 1)  # pi_prox / pi_behav, and pi_theta / pi_behav
+PULLED = (2.2**0.5, 1, 0.25**0.75, 1)  # A-3PO's pi_prox / pi_behav: d = 2, 1, 4, so alpha = 1/2, 1, 1/4
+ALL = {"clip": [0, 1, 2], "clip_low": [2], "clip_high": [0, 1]}
+BOTH = {"clip": [1, 2], "clip_low": [2], "clip_high": [1]}
+LOW = {"clip": [2], "clip_low": [2]}
+AGAINST = replace(TOKENS, advantages=of(-1, -1, 2, float("nan")))
+UNWEIGHTED = replace(TOKENS, proximal=None)
 
 
-def test_standard_by_hand():
-    # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped
-    terms, gradient = differentiated(standard, TOKENS, CONFIG)
-    assert terms == pytest.approx([1.2, 1.2, -1.6, 0])
-    assert gradient == [0, 0, 0, 0]
-    surrogate = standard(TOKENS, CONFIG)
-    assert flags(surrogate) == {"clip": [0, 1, 2], "clip_low": [2], "clip_high": [0, 1]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
-
-
-def test_a3po_by_hand():
-    # d = 2, 1, 4, so alpha = 1/2, 1, 1/4.
-    # pi_prox = sqrt(0.25 * 0.55), 0.4, 0.2^(1/4) * 0.05^(3/4)
-    # u = pi_theta / pi_prox = 2.2^(1/2), 1.5, 0.25^(1/4): 1.483, 1.5 and 0.707, all clipped
-    # w = pi_prox / pi_behav = 2.2^(1/2), 1, 0.25^(3/4)
-    terms, gradient = differentiated(a3po, TOKENS, CONFIG)
-    assert terms == pytest.approx([2.2**0.5 * 1.2, 1.2, 0.25**0.75 * 0.8 * -2, 0])
-    assert gradient == [0, 0, 0, 0]
-    # With a wide clip nothing is clipped: w u A = pi_theta / pi_behav * A, and so is the gradient.
-    terms, gradient = differentiated(a3po, TOKENS, replace(CONFIG, clip_eps=0.9))
-    assert terms == pytest.approx([2.2, 1.5, -0.5, 0])
-    assert gradient == pytest.approx([2.2, 1.5, -0.5, 0])
-
-
-def test_reinforce_by_hand():
-    terms, gradient = differentiated(reinforce, TOKENS, CONFIG)
-    log_half, log_six, log_five = -0.5978370007556204, -0.5108256237659907, -2.995732273553991  # of 0.55, 0.6, 0.05
-    assert terms == pytest.approx([2 * log_half, log_six, 0.5 * -2 * log_five, 0])
-    assert gradient == pytest.approx([2, 1, -1, 0])  # w A
-    unweighted = replace(TOKENS, proximal=None)
-    assert differentiated(reinforce, unweighted, CONFIG)[1] == pytest.approx([1, 1, -2, 0])  # A
-    assert reinforce(unweighted, CONFIG).log_ratio.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
+@pytest.mark.parametrize(
+    ("objective", "tokens", "config", "terms", "gradient", "flagged", "weights"),
+    [
+        # w u A = 2 * 1.1; 1 * 1.2, as 1.5 is clipped; 1/2 * 0.8 * -2, as 1/2 is clipped and -1.6 is below 0.5 * -2.
+        # d u / d log pi_theta = u, and only token 0 is not clipped.
+        (decoupled, TOKENS, {}, (2.2, 1.2, -0.8), (2.2, 0, 0), BOTH, OLD),
+        (decoupled, TOKENS, {"clip_eps_high": 0.28}, (2.2, 1.28, -0.8), (2.2, 0, 0), BOTH, OLD),
+        (decoupled, TOKENS, {"clip_eps_high": 0.6}, (2.2, 1.5, -0.8), (2.2, 1.5, 0), LOW, OLD),
+        (decoupled, TOKENS, {"behaviour_cap": 1.5}, (1.65, 1.2, -0.8), (1.65, 0, 0), BOTH | {"cap": [0]}, OLD),
+        # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped, but on the pessimistic side.
+        (standard, TOKENS, {}, (1.2, 1.2, -1.6), (0, 0, 0), ALL, FRESH),
+        (standard, AGAINST, {}, (-2.2, -1.5, 0.5), (-2.2, -1.5, 0.5), {}, FRESH),
+        # u = pi_theta / pi_prox = 2.2^(1/2), 1.5, 0.25^(1/4): 1.483, 1.5 and 0.707, all clipped.
+        (a3po, TOKENS, {}, (2.2**0.5 * 1.2, 1.2, 0.25**0.75 * 0.8 * -2), (0, 0, 0), ALL, PULLED),
+        (a3po, UNWEIGHTED, {"clip_eps": 0.9}, (2.2, 1.5, -0.5), (2.2, 1.5, -0.5), {}, PULLED),  # w u = FRESH
+        # w A log pi_theta
+        (reinforce, TOKENS, {}, (2 * LOGS[0], LOGS[1], -LOGS[2]), (2, 1, -1), {}, OLD),
+        (reinforce, UNWEIGHTED, {}, (LOGS[0], LOGS[1], -2 * LOGS[2]), (1, 1, -2), {}, FRESH),
+        (
+            reinforce,
+            TOKENS,
+            {"behaviour_cap": 1.5},
+            (1.5 * LOGS[0], LOGS[1], -LOGS[2]),
+            (1.5, 1, -1),
+            {"cap": [0]},
+            OLD,
+        ),
+        # r = pi_theta / pi_behav held between 0.5 and 2, or only below 2: no token's gradient is dropped.
+        *(
+            (
+                cispo,
+                tokens,
+                {"clip_eps": eps, "clip_eps_high": 1.0},
+                (2 * LOGS[0], 1.5 * LOGS[1], -2 * least * LOGS[2]),
+                (2, 1.5, -2 * least),
+                {"cap": capped},
+                FRESH,
+            )
+            for tokens, eps, least, capped in (
+                (TOKENS, 0.5, 0.5, [0, 2]),
+                (UNWEIGHTED, 0.5, 0.5, [0, 2]),
+                (TOKENS, 1.0, 0.25, [0]),
+                (TOKENS, 5.0, 0.25, [0]),
+            )
+        ),
+    ],
+)
+def test_objective_by_hand(objective, tokens, config, terms, gradient, flagged, weights):
+    changed = replace(CONFIG, **config)
+    found, slopes = differentiated(objective, tokens, changed)
+    assert found == pytest.approx([*terms, 0])
+    assert slopes == pytest.approx([*gradient, 0])
+    surrogate = objective(tokens, changed)
+    assert flags(surrogate) == flagged
+    assert surrogate.log_weight.exp().tolist() == pytest.approx(weights)  # before any cap or clip
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -98,44 +120,6 @@ def test_terms_and_gradients_are_finite_however_far_apart_policies_are(name: str
     terms, gradient = differentiated(find_objective(name), tokens, CONFIG)
     assert np.isfinite([*terms, *gradient]).all()
     assert not OBJECTIVES[name].weighs or max(map(abs, terms)) <= math.exp(82.001)
-
-
-def test_the_upper_bound_of_the_clip_can_be_higher():
-    terms, gradient = differentiated(decoupled, TOKENS, replace(CONFIG, clip_eps_high=0.28))
-    assert terms == pytest.approx([2.2, 1.28, -0.8, 0])
-    terms, gradient = differentiated(decoupled, TOKENS, replace(CONFIG, clip_eps_high=0.6))
-    assert terms == pytest.approx([2.2, 1.5, -0.8, 0])
-    assert gradient == pytest.approx([2.2, 1.5, 0, 0])  # 1.5 is within 1.6; the lower bound stays at 0.8
-
-
-def test_the_clip_leaves_the_pessimistic_side_alone():
-    # u = 1.5 with A < 0 and u = 0.5 with A > 0: the minimum is the ratio itself, and its gradient stays.
-    tokens = Tokens(
-        current=logs(0.6, 0.2),
-        behaviour=logs(0.4, 0.4),
-        advantages=of(-1, 1),
-        mask=torch.tensor([True, True]),
-        weights=of(1, 1),
-        staleness=torch.zeros(2),
-        sequence=torch.tensor([0, 1]),
-        sequences=2,
-    )
-    terms, gradient = differentiated(standard, tokens, CONFIG)
-    assert terms == pytest.approx([-1.5, 0.5])
-    assert gradient == pytest.approx([-1.5, 0.5])
-    assert flags(standard(tokens, CONFIG)) == {}
-
-
-def test_the_cap_bounds_the_weight():
-    # w = 2, 1, 1/2, of which the first is above 1.5
-    config = replace(CONFIG, behaviour_cap=1.5)
-    terms, gradient = differentiated(decoupled, TOKENS, config)
-    assert terms == pytest.approx([1.5 * 1.1, 1.2, -0.8, 0])
-    assert gradient == pytest.approx([1.5 * 1.1, 0, 0, 0])
-    surrogate = decoupled(TOKENS, config)
-    assert flags(surrogate) == flags(decoupled(TOKENS, CONFIG)) | {"cap": [0]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])  # as it was before the cap
-    assert differentiated(reinforce, TOKENS, config)[1] == pytest.approx([1.5, 1, -1, 0])
 
 
 @pytest.mark.parametrize(
@@ -249,11 +233,6 @@ def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
     assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
 
 
-def test_a3po_reads_no_proximal_policy():
-    tokens = sample(7)
-    assert differentiated(a3po, tokens, CONFIG) == differentiated(a3po, replace(tokens, proximal=None), CONFIG)
-
-
 # -- completions -----------------------------------------------------------------------------------------------
 
 
@@ -336,26 +315,6 @@ def test_neither_order_nor_number_of_completions_matters(name: str):
 
 
 # -- CISPO -----------------------------------------------------------------------------------------------------
-
-
-def test_cispo_by_hand():
-    # r = pi_theta / pi_behav = 2.2, 1.5, 0.25, held between 0.5 and 2
-    config = replace(CONFIG, clip_eps=0.5, clip_eps_high=1.0)
-    terms, gradient = differentiated(cispo, TOKENS, config)
-    log_half, log_six, log_five = -0.5978370007556204, -0.5108256237659907, -2.995732273553991  # of 0.55, 0.6, 0.05
-    assert terms == pytest.approx([2 * log_half, 1.5 * log_six, 0.5 * -2 * log_five, 0])
-    assert gradient == pytest.approx([2, 1.5, -1, 0])  # clip(r) A: of no token it is dropped
-    surrogate = cispo(TOKENS, config)
-    assert flags(surrogate) == {"cap": [0, 2]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])  # as it was before the clip
-    assert differentiated(cispo, replace(TOKENS, proximal=None), config) == (terms, gradient)
-
-
-def test_cispo_without_a_lower_bound():
-    for eps in (1.0, 5.0):
-        config = replace(CONFIG, clip_eps=eps, clip_eps_high=1.0)
-        assert differentiated(cispo, TOKENS, config)[1] == pytest.approx([2, 1.5, 0.25 * -2, 0])
-        assert flags(cispo(TOKENS, config)) == {"cap": [0]}
 
 
 # -- the registry ----------------------------------------------------------------------------------------------
