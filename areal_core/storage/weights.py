@@ -106,6 +106,12 @@ def is_whole(version: PolicyVersion) -> bool:
         return False
 
 
+def newest(folder: Path) -> PolicyVersion | None:
+    """The highest version that is complete; None when there is none."""
+    complete = filter(None, map(_complete, folder.glob("v*")))
+    return max(complete, key=lambda version: version.version, default=None)
+
+
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
     """The tensors of a published version in float32, mapped where they are stored so, by their names in the trainer.
     Raises StorageError for a file that is not what was published."""

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 from mlflow import MlflowClient
 
+from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from flows.stack import ROOT
@@ -83,8 +84,8 @@ class Train:
 
         def published() -> bool:
             assert self.process.poll() is None, self.output()
-            manifests = [file for run in self._runs() - self._before for file in run.weights.glob("v*/manifest.json")]
-            return any(int(file.parent.name[1:]) >= step for file in manifests)
+            newest = next((weights.newest(run.weights) for run in self._runs() - self._before), None)
+            return newest is not None and newest.version >= step
 
         self.wait_for(f"step {step}", published)
 

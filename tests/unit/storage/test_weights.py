@@ -97,7 +97,7 @@ def test_release_deletes_and_tolerates_absence(tmp_path: Path) -> None:
     weights.release(tmp_path, [0, 1])
 
     assert [path.name for path in tmp_path.iterdir()] == ["v000002"]
-    assert weights.is_whole(kept)
+    assert weights.newest(tmp_path) == kept
 
 
 def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
