@@ -19,7 +19,6 @@ from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 STEPS = 6
-PRUNED_S = 3.0  # for a launcher to delete what it had begun to
 AWAY_S = 15.0  # beyond the moment when the run is seen to wait
 
 

@@ -127,7 +127,7 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     assert ledger.publish(version(2)) == "same"
     assert (ledger.versions.newest(), ledger.notes.incarnation) == (version(2), 0)
     ledger.versions.mark_damaged(2)
-    assert ledger.publish(version(2, "other")) == "replaced"
+    assert [ledger.publish(version(2, content)) for content in ("other", "a")] == ["replaced", "replaced"]
 
 
 def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
@@ -226,6 +226,7 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
     folded(ledger, 2)  # which is to be scored
     assert [number for number in range(7) if ledger.versions.digest(number)] == [0, 2, 6]
     assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
+    assert [ledger.step_of(group) for group in (groups[0], groups[-1] + 3)] == [None, 6]
     assert ledger.publish(version(3)) == "same"  # late
     assert ledger.versions.digest(3) is None
     assert ledger.notes.incarnation == 0
