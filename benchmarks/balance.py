@@ -248,8 +248,8 @@ async def roll_out(seed: int, groups: int) -> Record:
         ledger=ledger,
         stop_token_ids=(END,),
     )
-    servers.subscribe(controller.completions_ended)
-    servers.registry.subscribe(lambda *_: controller.servers_changed())
+    servers.freed = controller.freed.notify
+    servers.registry.subscribe(lambda *_: controller.notify())
     for index in range(SERVERS):
         await servers.join(f"generation-{index}", f"http://{index}", lambda: base)
     running = asyncio.ensure_future(controller.run())

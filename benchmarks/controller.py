@@ -57,8 +57,7 @@ from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
-from areal_core.controller.reward_routes import reward_routes
-from areal_core.controller.routes import Routes
+from areal_core.controller.routes import Routes, reward_routes
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests
@@ -245,7 +244,7 @@ async def in_process(steps: int) -> dict[str, Any]:
 
     servers = _Servers()
     async with running(configured(steps=steps, batch=BATCH, eta=2), servers, _Rewards()) as run:
-        servers.freed = run.controller.completions_ended
+        servers.freed = run.controller.freed.notify
         start = time.perf_counter()
         await run.trained(range(1, steps + 1), note)
         wall_s = time.perf_counter() - start
@@ -291,8 +290,8 @@ async def pooled(config: RunConfig, urls: Sequence[str], rewards: Rewards) -> As
     )
     try:
         async with running(config, pool, rewards) as run:
-            pool.subscribe(run.controller.completions_ended)
-            pool.registry.subscribe(lambda *_: run.controller.servers_changed())
+            pool.freed = run.controller.freed.notify
+            pool.registry.subscribe(lambda *_: run.controller.notify())
             for index, url in enumerate(urls):
                 await pool.join(f"generation-{index}", url, lambda: _version(0))
             yield run, pool
@@ -390,7 +389,7 @@ async def _beat(beats: list[float]) -> None:
 async def to_ranks(completions: int, ranks: int) -> dict[str, Any]:
     servers = _Servers()
     async with running(configured(steps=1, batch=completions, eta=0), servers, _Rewards()) as run:
-        servers.freed = run.controller.completions_ended
+        servers.freed = run.controller.freed.notify
         async with asyncio.timeout(3600):
             while run.ledger.counts()[GroupState.READY] * GROUP < completions:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)

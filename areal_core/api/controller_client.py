@@ -43,10 +43,8 @@ class ControllerClient:
 
     def batch(self, step: int) -> BatchManifest:
         """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
-        while True:
-            body = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
-            if body is not None:
-                return msgspec.json.decode(body, type=BatchManifest)
+        body = self._poll("GET", f"/batch/{step}?timeout_s={_POLL_S}")
+        return msgspec.json.decode(body, type=BatchManifest)
 
     def group(self, group_id: int, spans: Sequence[Span]) -> list[bytes]:
         """Parts of a group's payload, by their first byte and the one after their last."""
@@ -68,9 +66,7 @@ class ControllerClient:
         """Have a snapshot of the ledger put beside the checkpoint of `step`, which takes as long as the store takes;
         returns entries of the manifest, `files` and `shared`, by name."""
         body = {"job": secrets.token_hex(8), "timeout_s": _POLL_S}
-        while (entries := self._call("POST", f"/checkpoints/{step}", body)) is None:
-            pass
-        return json.loads(entries)
+        return json.loads(self._poll("POST", f"/checkpoints/{step}", body))
 
     def committed(self, step: int) -> None:
         """The checkpoint of `step` is complete: what is needed no more may go."""
@@ -97,10 +93,7 @@ class ControllerClient:
 
     def next_evaluation(self) -> PolicyVersion:
         """Wait for the next version to score. Raises RunFinished."""
-        while True:
-            body = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
-            if body is not None:
-                return PolicyVersion(**json.loads(body))
+        return PolicyVersion(**json.loads(self._poll("GET", f"/evaluation?timeout_s={_POLL_S}")))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
         """Report a version's score; returns whether more versions will come."""
@@ -140,6 +133,12 @@ class ControllerClient:
     @cached_property
     def _authorization(self) -> dict[str, str]:
         return authorization(self._run.token())
+
+    def _poll(self, method: str, path: str, body: Any = None) -> bytes:
+        """Ask until there is an answer."""
+        while (answer := self._call(method, path, body)) is None:
+            pass
+        return answer
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._call(method, path, body) or b"null")

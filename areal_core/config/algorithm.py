@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_core.config.fields import bounded, choice
+from areal_core.config.fields import bounded, choice, require
 from areal_core.config.plugins import check_name
-from areal_core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,37 +98,22 @@ def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
     """Raises ConfigError for an unknown objective or control, and for fields that can't go together."""
     check_name("algorithm.objective", config.objective, OBJECTIVES)
     check_name("algorithm.control", config.control, CONTROLS)
-    if config.control == "adaptive_kl" and not config.kl_coef:
-        raise ConfigError("algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0")
-    if config.group_size == 1 and config.advantage not in ("batch", "batch_tokens"):
-        raise ConfigError(
-            f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"
-        )
-    if config.clip_eps_high is not None and config.clip_eps_high < config.clip_eps < 1:
-        raise ConfigError(
-            f"algorithm.clip_eps_high: must be at least algorithm.clip_eps ({config.clip_eps:g}), "
-            f"got {config.clip_eps_high:g}"
-        )
-    low, high = config.behaviour_mask_low, config.behaviour_mask_high
-    if config.behaviour_cap is not None and (low is not None or high is not None):
-        raise ConfigError(
-            "algorithm.behaviour_cap: must be null with algorithm.behaviour_mask_low or behaviour_mask_high: large "
-            f"weights are either capped or masked, got {config.behaviour_cap:g}"
-        )
-    if low is not None and high is not None and low >= high:
-        raise ConfigError(
-            f"algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high ({high:g}), got {low:g}"
-        )
-    if config.bounds_weights and not config.weighs:
-        field = (
-            "behaviour_cap" if config.behaviour_cap is not None else "behaviour_mask_" + ("high", "low")[high is None]
-        )
-        raise ConfigError(
-            f"algorithm.{field}: must be null with algorithm.objective={config.objective}, which has no "
-            f"pi_prox / pi_behav, got {getattr(config, field):g}"
-        )
-    if config.overlong_cache is not None and config.overlong_cache > max_new_tokens:
-        raise ConfigError(
-            f"algorithm.overlong_cache: must be at most task.max_new_tokens ({max_new_tokens}), "
-            f"got {config.overlong_cache}"
-        )
+    if config.control == "adaptive_kl":
+        require(config.kl_coef, "algorithm.kl_coef", "above 0 with algorithm.control=adaptive_kl", config.kl_coef)
+    alone = config.group_size > 1 or config.advantage in ("batch", "batch_tokens")
+    wanted = f"at least 2 with algorithm.advantage={config.advantage}"
+    require(alone, "algorithm.group_size", wanted, config.group_size)
+    ordered = config.clip_eps >= 1 or config.clip_eps_high is None or config.clip_eps_high >= config.clip_eps
+    wanted = f"at least algorithm.clip_eps ({config.clip_eps:g})"
+    require(ordered, "algorithm.clip_eps_high", wanted, config.clip_eps_high)
+    cap, low, high = config.behaviour_cap, config.behaviour_mask_low, config.behaviour_mask_high
+    wanted = "null with algorithm.behaviour_mask_low or behaviour_mask_high: large weights are either capped or masked"
+    require(cap is None or (low is None and high is None), "algorithm.behaviour_cap", wanted, cap)
+    if low is not None and high is not None:
+        require(low < high, "algorithm.behaviour_mask_low", f"below algorithm.behaviour_mask_high ({high:g})", low)
+    for name in ("behaviour_cap", "behaviour_mask_low", "behaviour_mask_high"):
+        value = getattr(config, name)
+        wanted = f"null with algorithm.objective={config.objective}, which has no pi_prox / pi_behav"
+        require(value is None or config.weighs, f"algorithm.{name}", wanted, value)
+    cache, wanted = config.overlong_cache, f"at most task.max_new_tokens ({max_new_tokens})"
+    require(cache is None or cache <= max_new_tokens, "algorithm.overlong_cache", wanted, cache)

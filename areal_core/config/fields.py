@@ -100,19 +100,21 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
         return value
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}: must be finite, got {value}")
-    choices = bounds.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
+    if choices := bounds.get("choices"):
+        require(value in choices, name, f"one of {', '.join(choices)}", value)
     low, high, above = bounds.get("low"), bounds.get("high"), bounds.get("above")
     if high is None and isinstance(value, int):
         high = _LARGEST
-    if low is not None and value < low:
-        raise ConfigError(f"{name}: must be at least {low}, got {value}")
-    if above is not None and value <= above:
-        raise ConfigError(f"{name}: must be greater than {above}, got {value}")
-    if high is not None and value > high:
-        raise ConfigError(f"{name}: must be at most {high}, got {value}")
+    require(low is None or value >= low, name, f"at least {low}", value)
+    require(above is None or value > above, name, f"greater than {above}", value)
+    require(high is None or value <= high, name, f"at most {high}", value)
     return value
+
+
+def require(holds: object, name: str, wanted: str, got: object) -> None:
+    """Raise ConfigError unless it holds that the field `name` is what is `wanted`."""
+    if not holds:
+        raise ConfigError(f"{name}: must be {wanted}, got {str(got).lower() if isinstance(got, bool) else repr(got)}")
 
 
 def check_file_name(field: str, name: str) -> str:

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from areal_core.config.engines import GENERATION_ENGINES, TRAINING_ENGINES, known_generation
-from areal_core.config.fields import LARGEST_SEED, bounded, check_length, choice, refuse_credentials
+from areal_core.config.fields import LARGEST_SEED, bounded, check_length, choice, refuse_credentials, require
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
@@ -38,12 +38,9 @@ class ModelConfig:
     context: int = bounded(160, low=16)  # tokens, prompt and completion together
 
     def check(self) -> None:
-        if self.hidden_size % (2 * self.heads):
-            raise ConfigError(
-                f"model.hidden_size: must be a multiple of 2 * model.heads ({2 * self.heads}), got {self.hidden_size}"
-            )
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"model.kv_heads: must divide model.heads ({self.heads}), got {self.kv_heads}")
+        width, heads = self.hidden_size, self.heads
+        require(width % (2 * heads) == 0, "model.hidden_size", f"a multiple of 2 * model.heads ({2 * heads})", width)
+        require(heads % self.kv_heads == 0, "model.kv_heads", f"a divisor of model.heads ({heads})", self.kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +89,12 @@ class TaskConfig:
             raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
         if self.name == "rows" and not self.held_out_path:
             raise ConfigError("task.held_out_path: task.name=rows needs a file of prompts to evaluate with")
-        if self.success_field is not None and self.success_path is not None:
-            raise ConfigError(f"task.success_path: must be null with task.success_field, got {self.success_path!r}")
+        one = self.success_field is None or self.success_path is None
+        require(one, "task.success_path", "null with task.success_field", self.success_path)
         if (self.min_success, self.max_success) != (0.0, 1.0) and not (self.success_field or self.success_path):
             raise ConfigError("task.success_field: must name rates for task.min_success and task.max_success to bound")
-        if self.min_success > self.max_success:
-            raise ConfigError(
-                f"task.min_success: must be at most task.max_success ({self.max_success:g}), got {self.min_success:g}"
-            )
+        most = self.max_success
+        require(self.min_success <= most, "task.min_success", f"at most task.max_success ({most:g})", self.min_success)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +211,8 @@ class LoraConfig:
         return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=self.names)
 
     def check(self) -> None:
-        if not all(self.names):
-            raise ConfigError(
-                f"training.lora.targets: must be names of linear layers with commas between, got {self.targets!r}"
-            )
+        wanted = "names of linear layers with commas between"
+        require(all(self.names), "training.lora.targets", wanted, self.targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,14 +355,10 @@ class LaunchConfig:
             usable = not ipaddress.ip_address(self.address).is_unspecified  # other machines connect to it
         except ValueError:
             usable = False
-        if not usable:
-            raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
+        require(usable, "launch.address", "an IP address of this machine", self.address)
         for unit in ("gib", "inodes"):
             low, least = getattr(self, f"disk_low_{unit}"), getattr(self, f"disk_min_{unit}")
-            if least > low:
-                raise ConfigError(
-                    f"launch.disk_min_{unit}: must be at most launch.disk_low_{unit} ({low:g}), got {least:g}"
-                )
+            require(least <= low, f"launch.disk_min_{unit}", f"at most launch.disk_low_{unit} ({low:g})", least)
 
 
 @dataclass(frozen=True, kw_only=True)

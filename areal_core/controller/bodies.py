@@ -7,10 +7,6 @@ from typing import Any
 
 import msgspec
 
-from areal_core.api.bodies import read
-
-__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "read"]
-
 
 class Join(msgspec.Struct):
     """A generation server that is to join; within `timeout_s`, None: however long it takes. `stager` is the URL of what
@@ -41,14 +37,6 @@ class Snapshot(msgspec.Struct):
 
     job: str
     timeout_s: float
-
-
-class Finish(msgspec.Struct):
-    """How the trainer has finished."""
-
-    reason: str
-    version: int
-    model_url: str
 
 
 class Stop(msgspec.Struct):

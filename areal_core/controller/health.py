@@ -52,18 +52,16 @@ class Health:
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
         """Points of a step; those of all its keys need not come at once."""
-        if (k3 := values.get("policy/train_inference_kl")) is not None:
-            said = f"policy/train_inference_kl is {k3:.3g} nats a token"
-            self._judge(
-                "train_inference_kl", step, said, k3, self._config.max_train_inference_kl, "max_train_inference_kl"
-            )
+        if (kl := values.get("policy/train_inference_kl")) is not None:
+            said = f"policy/train_inference_kl is {kl:.3g} nats a token"
+            self._judge("train_inference_kl", step, said, kl, "max_train_inference_kl")
         if (stale := values.get("staleness/groups_over_bound")) is not None:
             share = stale / self._groups
             said = f"{share:.0%} of the batch is older than rollout.max_staleness"
-            self._judge("stale", step, said, share, self._config.max_stale_share, "max_stale_share")
+            self._judge("stale", step, said, share, "max_stale_share")
         if (failed := values.get("outcome/failed")) is not None:
             said = f"{failed:.0%} of the batch's rollouts have no result"
-            self._judge("no_result", step, said, failed, self._config.max_unscored_share, "max_unscored_share")
+            self._judge("no_result", step, said, failed, "max_unscored_share")
         if all(key in values for key in _UNSCORED):
             if step == 1:
                 self._unscored.append(0.0)
@@ -71,7 +69,7 @@ class Health:
             failed = self._unscored[-1] - self._unscored[0]
             tried = self._groups * max(1, len(self._unscored) - 1) + failed
             said = f"{failed / tried:.0%} of the groups of late had no rewards"
-            self._judge("rewards", step, said, failed / tried, self._config.max_unscored_share, "max_unscored_share")
+            self._judge("rewards", step, said, failed / tried, "max_unscored_share")
         if (bound := self._max_idle_steps) is not None:
             self._look_for_idle(step, values, min(bound, self._steps))
 
@@ -84,10 +82,10 @@ class Health:
 
     def wait(self, step: int, seconds: float) -> None:
         """So long there has been no version after that of `step`."""
-        said = f"no step for {seconds:.0f} s"
-        self._judge("stall", step, said, seconds, self._config.max_step_s, "max_step_s")
+        self._judge("stall", step, f"no step for {seconds:.0f} s", seconds, "max_step_s")
 
-    def _judge(self, kind: str, step: int, said: str, value: float, bound: float | None, field: str) -> None:
+    def _judge(self, kind: str, step: int, said: str, value: float, field: str) -> None:
+        bound: float | None = getattr(self._config, field)
         within = bound is None or value <= bound
         self._tell(kind, step, None if within else f"{said}, more than {bound:g} (health.{field})")
 

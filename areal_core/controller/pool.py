@@ -51,7 +51,7 @@ class GenerationPool:
     token: str | None = None  # what servers want every request to carry
 
     def __post_init__(self) -> None:
-        self._freed: list[Callable[[], None]] = []
+        self.freed: Callable[[], None] = lambda: None  # is called when completions have ended
         self.registry = ServerRegistry()
         self.registry.subscribe(self._on_transition)
         self._asleep = False
@@ -68,18 +68,9 @@ class GenerationPool:
         return self.registry.version
 
     @property
-    def lost(self) -> tuple[str, ...]:
-        """URLs of servers that were taken out because they failed, or could not join: starting them again may help."""
-        return self.registry.lost
-
-    @property
     def room(self) -> int:
         """Completions worth having in flight beside those that are sent: servers take no more at once."""
         return sum(max(0, self.completions_per_server - server.completions) for server in self.registry.at_work)
-
-    def subscribe(self, freed: Callable[[], None]) -> None:
-        """`freed` is called when completions have ended."""
-        self._freed.append(freed)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -189,8 +180,7 @@ class GenerationPool:
                 take(indices, received)
             except GenerationError as error:
                 unreadable.append(error)
-            for freed in self._freed:
-                freed()
+            self.freed()
 
         call = asyncio.ensure_future(server.client.generate(request, taken))
         server.calls.add(call)
@@ -384,19 +374,16 @@ class GenerationPool:
         sent to it. Returns the tokens that it has counted for the rollout."""
         target = self.registry.target = newest() or self.registry.target
         if target is not None and server.loaded != target:
-            await self._load(server, target)
+            server.loading = target
+            try:
+                if target.version == 0 and await server.client.loaded_version() == 0:
+                    await server.client.resume()  # it may have left, or lost its controller, while it was paused
+                else:
+                    await server.client.load_version(target, self.interruption)
+                server.loaded = target
+            finally:
+                server.loading = None
         return (await server.client.load()).rollout_tokens
-
-    async def _load(self, server: Server, target: PolicyVersion) -> None:
-        server.loading = target
-        try:
-            if target.version == 0 and await server.client.loaded_version() == 0:
-                await server.client.resume()  # it may have left, or lost its controller, while it was paused
-            else:
-                await server.client.load_version(target, self.interruption)
-            server.loaded = target
-        finally:
-            server.loading = None
 
     async def _retire(self, name: str) -> None:
         """Have the servers of a name hand over their requests and end; a lost one just ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.core.notes import Ending
 from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
-from areal_core.planning.bottleneck import Explanation, explain
+from areal_core.planning.bottleneck import explain
 from areal_core.tracking.outbox import Outbox, points
 from areal_core.tracking.timeline import Span
 from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, RunStatus, RunSummary
@@ -104,10 +105,10 @@ class Recorder:
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
             },
         )
-        own: dict[str, list[float]] = {}
+        own: defaultdict[str, list[float]] = defaultdict(list)
         for group in groups:
             for name, numbers in group.metrics.items():
-                own.setdefault(name, []).extend(numbers)
+                own[name] += numbers
         self.log(step, {name: sum(numbers) / len(numbers) for name, numbers in own.items()})
         if self._batch_metrics is not None:
             with self._tracking():
@@ -258,18 +259,13 @@ class Recorder:
             alerts=self._health.alerts,
         )
 
-    def explained(self, spans: Sequence[Span]) -> Explanation | None:
-        """What bounded the run since this process got to work; None where it has not published two versions."""
-        return explain(
-            self._config,
-            spans,
-            self._outbox.history(),
-            start_s=self._started_at,
-            controller_cpu_s=time.process_time() - self._cpu_s,
+    def summary(self, *, run_id: str, ending: Ending, spans: Sequence[Span] = ()) -> RunSummary:
+        """How the run ended; the base and the last version must have been scored, if versions are. Its timeline tells
+        what bounded it since this process got to work, where that has published two versions."""
+        cpu_s = time.process_time() - self._cpu_s
+        explained = explain(
+            self._config, spans, self._outbox.history(), start_s=self._started_at, controller_cpu_s=cpu_s
         )
-
-    def summary(self, *, run_id: str, ending: Ending, explained: Explanation | None = None) -> RunSummary:
-        """How the run ended; the base and the last version must have been scored, if versions are."""
         scores = {known.version: known.accuracy for known in self.evaluations}
         wall_s = self._notes.published_s(ending.version) or self.elapsed_s
         target = self._config.stop.score
@@ -296,7 +292,7 @@ class Recorder:
             staleness_max=max(map(int, staleness), default=0),
             staleness_tokens=staleness,
             model_url=ending.model_url,
-            incarnation=self._ledger.incarnation,
+            incarnation=self._ledger.notes.incarnation,
             emulated=self._config.emulated_cluster,
             starts=self._notes.starts,
             truncated=self._outbox.mean("completion/truncated"),

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sqlite3
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
+from areal_core.api.bodies import read
 from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import parsed_spans
-from areal_core.controller import bodies
+from areal_core.controller.bodies import Document, Join, Metrics, Snapshot, Stop
 from areal_core.controller.core.notes import Ending
 from areal_core.controller.payloads import DamagedPayloadError
-from areal_core.controller.reward_routes import reward_routes
-from areal_core.controller.server_routes import server_routes
+from areal_core.controller.pool import GenerationPool, Newest
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
 from areal_core.rewards.messages import ANSWER_BYTES
+from areal_core.rewards.pool import RewardPool
 from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class Routes:
         status = self._run.recorder.status(
             version=self._run.servers.version,
             finished=self._run.controller.finished,
-            lost_servers=self._run.servers.lost,
+            lost_servers=self._run.servers.registry.lost,
         )
         return web.json_response(dataclasses.asdict(status))
 
@@ -112,7 +114,7 @@ class Routes:
             raise
 
     async def _publish(self, request: web.Request) -> web.Response:
-        version = await bodies.read(request, PolicyVersion)
+        version = await read(request, PolicyVersion)
         if version.version < 1:
             raise LedgerError(f"version: must be 1 or more, as version 0 is the base model, got {version.version}")
         if self._run.config.sleeps:
@@ -140,7 +142,7 @@ class Routes:
             return web.Response(status=204)
 
     async def _evaluated(self, request: web.Request) -> web.Response:
-        evaluation = await bodies.read(request, Evaluation)
+        evaluation = await read(request, Evaluation)
         published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.digest == evaluation.digest:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
@@ -151,12 +153,12 @@ class Routes:
         return web.json_response({"more": self._run.ending is None or self._run.schedule.next() is not None})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        rows = (await bodies.read(request, bodies.Metrics)).rows
+        rows = (await read(request, Metrics)).rows
         self._run.recorder.log_rows([MetricRow(key=k, step=step, value=v, time_s=t) for k, step, v, t in rows])
         return web.json_response({})
 
     async def _document(self, request: web.Request) -> web.Response:
-        document = await bodies.read(request, bodies.Document)
+        document = await read(request, Document)
         if document.kind == "staleness_histogram":
             self._run.recorder.staleness(document.step, document.data["counts"])
         else:
@@ -165,7 +167,7 @@ class Routes:
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         """A snapshot of the ledger, as it is when the job begins, beside the trainer's checkpoint."""
-        asked = await bodies.read(request, bodies.Snapshot)
+        asked = await read(request, Snapshot)
         entries = await self._run.snapshots.take(int(request.match_info["step"]), asked.job, asked.timeout_s)
         return web.Response(status=204) if entries is None else web.json_response(entries)
 
@@ -174,15 +176,71 @@ class Routes:
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        finish = await bodies.read(request, bodies.Finish)
-        reason = self._run.controller.finished or finish.reason
-        self._run.stopped = finish.reason == STOPPED
+        ending = await read(request, Ending)
+        reason = self._run.controller.finished or ending.reason
+        self._run.stopped = ending.reason == STOPPED
         if not self._run.stopped:
-            self._run.ledger.notes.end(Ending(reason=reason, version=finish.version, model_url=finish.model_url))
+            self._run.ledger.notes.end(dataclasses.replace(ending, reason=reason))
         self._run.controller.finish(reason)
         self._run.changed.notify()
         return web.json_response({})
 
     async def _stop(self, request: web.Request) -> web.Response:
-        self._run.controller.finish((await bodies.read(request, bodies.Stop)).reason)
+        self._run.controller.finish((await read(request, Stop)).reason)
         return web.json_response({})
+
+
+def server_routes(
+    servers: GenerationPool, newest: Newest, published: Callable[[], Awaitable[None]]
+) -> list[web.RouteDef]:
+    """Routes by which launchers, the evaluator and people list servers and have them join and leave; `newest` is the
+    version for a new server, which waits until it is `published`."""
+
+    async def join(request: web.Request) -> web.Response:
+        server = await read(request, Join)
+        try:
+            async with asyncio.timeout(server.timeout_s):
+                await published()
+                await servers.join(server.name, server.url, newest, stager=server.stager)
+        except TimeoutError:
+            return web.Response(status=204)
+        return web.json_response({})
+
+    async def leave(request: web.Request) -> web.Response:
+        await servers.leave(request.match_info["name"])
+        return web.json_response({})
+
+    async def listed(_: web.Request) -> web.Response:
+        return web.json_response(
+            [
+                {
+                    "name": one.name,
+                    "url": one.url,
+                    "stager": one.client.stager,
+                    "state": one.state.value,
+                    "completions": one.completions,
+                }
+                for one in servers.registry.servers
+            ]
+        )
+
+    return [web.get("/servers", listed), web.post("/servers", join), web.delete("/servers/{name}", leave)]
+
+
+def reward_routes(rewards: RewardPool) -> list[web.RouteDef]:
+    """Routes by which workers bring answers and wait for work, and leave."""
+
+    async def work(request: web.Request) -> web.Response:
+        def is_gone() -> bool:
+            return request.transport is None or request.transport.is_closing()
+
+        place, incarnation = int(request.match_info["place"]), request.query["incarnation"]
+        answered, timeout_s = int(request.query["answered"]), float(request.query.get("timeout_s", "5"))
+        message = await rewards.exchange(place, incarnation, answered, await request.read(), timeout_s, is_gone)
+        return web.Response(status=204) if message is None else web.Response(body=message)
+
+    async def leave(request: web.Request) -> web.Response:
+        rewards.leave(request.query["host"])
+        return web.json_response({})
+
+    return [web.post("/rewards/{place}", work), web.delete("/rewards", leave)]

@@ -112,7 +112,7 @@ class Service:
             stop_token_ids=Dialogue(self.config.task.chat, self.tokenizer).stop_token_ids(self.info.model_path),
         )
         self.servers.registry.subscribe(self._server_changed)
-        self.servers.subscribe(self.controller.completions_ended)
+        self.servers.freed = self.controller.freed.notify
         self.schedule = EvaluationSchedule(self.config, self.ledger, self.recorder)
         self.snapshots = Snapshots(run, self.storage, self.payloads, retain=self.config.rollout.retain == "all")
         self.retention = Retention(
@@ -211,7 +211,7 @@ class Service:
     def _server_changed(self, server: Server, _: ServerState) -> None:
         if server.at_work:
             self.recorder.start_clock()
-        self.controller.servers_changed()
+        self.controller.notify()
 
     async def _failed(self) -> None:
         await self._failure
@@ -254,11 +254,7 @@ class Service:
             raise TokenLedgerError(f"tokens: the token ledger does not balance: {tokens}")
         logger.info("tokens: %s", tokens)
         spans = await asyncio.to_thread(read_timeline, self.run_dir.timeline)
-        summary = self.recorder.summary(
-            run_id=self.info.run_id,
-            ending=ending,
-            explained=self.recorder.explained(spans),
-        )
+        summary = self.recorder.summary(run_id=self.info.run_id, ending=ending, spans=spans)
         card = model_card(self.config, summary).encode()
         await asyncio.to_thread(self.storage.child("final").put_bytes, "README.md", card)
         await self._register_best(summary)

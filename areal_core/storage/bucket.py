@@ -188,9 +188,6 @@ class Bucket:
                 raise
             return b""
 
-    def exists(self, path: str) -> bool:
-        return bool(self._fs.exists(path, timeout=self._request_s))
-
     def sizes(self, path: str) -> dict[str, int]:
         return {name: int(entry["size"]) for name, entry in self._found(path).items()}
 

@@ -93,13 +93,6 @@ class Folder:
             file.seek(start)
             return file.read(stop - start)
 
-    def exists(self, path: str) -> bool:
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
     def sizes(self, path: str) -> dict[str, int]:
         return {file: found.st_size for file, found in _files(path) if not file.endswith((_SCRATCH, _LOCK))}
 

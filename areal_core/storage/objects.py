@@ -107,21 +107,13 @@ class Storage:
         bucket.opened()
         return cls(bucket, root, f"s3://{root}", Patience(patience_s))
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the store stopped responding, in monotonic time; None while it responds. Of `child` stores as well."""
-        return self._patience.waiting_since
-
     def child(self, name: str) -> Storage:
         """The part of this store below `name`."""
         return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
 
     def put_file(self, local: Path, name: str) -> None:
         """Store a finished local file; an object of that name is replaced in one step."""
-        path, started = self._path(name), self._patience.clock.now()
-        with self._doing("write", name) as attempt:
-            size = self._kind.put_file(local, path, attempt)
-        self._tell("wrote", name, size, started)
+        self._transfer("write", "wrote", name, lambda path, attempt: self._kind.put_file(local, path, attempt))
 
     def put_bytes(self, name: str, data: bytes) -> None:
         self._done("write", name, self._kind.put_bytes, data)
@@ -143,11 +135,12 @@ class Storage:
 
     def get_file(self, name: str, local: Path) -> None:
         """Copy an object to a local file, whose folder is made."""
-        path, started = self._path(name), self._patience.clock.now()
-        with self._doing("read", name) as attempt:
+
+        def get(path: str, attempt: Attempt) -> int:
             local.parent.mkdir(parents=True, exist_ok=True)
-            size = self._kind.get_file(path, local, attempt)
-        self._tell("read", name, size, started)
+            return self._kind.get_file(path, local, attempt)
+
+        self._transfer("read", "read", name, get)
 
     def get_bytes(self, name: str) -> bytes:
         return self._done("read", name, self._kind.get_bytes)
@@ -156,9 +149,6 @@ class Storage:
         """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
         assert 0 <= start <= stop, (start, stop)
         return self._done("read", name, self._kind.get_range, start, stop)
-
-    def exists(self, name: str) -> bool:
-        return self._done("look at", name, self._kind.exists)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by full name, in the order of names."""
@@ -210,7 +200,11 @@ class Storage:
             tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
             raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
-    def _tell(self, did: str, name: str, size: int, started: float) -> None:
+    def _transfer(self, action: str, did: str, name: str, transfer: Callable[[str, Attempt], int]) -> None:
+        """A transfer that returns its bytes; the log tells of a large one."""
+        path, started = self._path(name), self._patience.clock.now()
+        with self._doing(action, name) as attempt:
+            size = transfer(path, attempt)
         seconds = self._patience.clock.now() - started
         if size >= _TOLD_BYTES:
             rate = size / 1e6 / max(seconds, 1e-9)

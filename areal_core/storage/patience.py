@@ -60,11 +60,6 @@ class Patience:
         self._waiting = 0  # pieces of work that have failed and are tried again
         self._since: float | None = None
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the store stopped responding, by the clock; None while it responds."""
-        return self._since
-
     def run(self, work: Callable[[], T], what: str, failures: Failures) -> T:
         """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
         what it raises last."""

@@ -108,11 +108,8 @@ def is_whole(version: PolicyVersion) -> bool:
 
 def newest(folder: Path) -> PolicyVersion | None:
     """The highest version that is complete; None when there is none."""
-    for path in sorted(folder.glob("v*"), key=_number, reverse=True):
-        version = _complete(path)
-        if version is not None:
-            return version
-    return None
+    complete = filter(None, map(_complete, folder.glob("v*")))
+    return max(complete, key=lambda version: version.version, default=None)
 
 
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
@@ -148,11 +145,6 @@ def sync(folder: Path) -> None:
 def version_folder(folder: Path, version: int) -> Path:
     """The folder of a version, which may not exist."""
     return folder / f"v{version:06d}"
-
-
-def _number(path: Path) -> int:
-    digits = path.name.removeprefix("v")
-    return int(digits) if digits.isdigit() else -1
 
 
 def _complete(path: Path) -> PolicyVersion | None:

@@ -15,35 +15,30 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from areal_core.tracking.mlflow_client import (
     FAILURES,
-    MAX_LABELS,
     MAX_METRICS,
     Metric,
     MlflowClient,
     MlflowException,
     append_note,
-    param,
     put_table,
     reason,
     refuses,
     register,
     shown,
-    tag,
 )
-from areal_core.tracking.outbox import Document, LabelKind, Outbox
+from areal_core.tracking.outbox import Document, Outbox
 from areal_core.types import MetricRow
 
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
 _SHOWN_REFUSALS = 3
-_MOST = {"metric": MAX_METRICS, "param": MAX_LABELS, "tag": MAX_LABELS}  # in one request
 _STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
@@ -70,7 +65,7 @@ class Forwarder:
         self._flush_timeout_s = flush_timeout_s
         self._opened = False
         self._doubtful = True  # the server may hold points that are marked as attempted only
-        self._sizes = dict(_MOST)  # of the next requests
+        self._size = MAX_METRICS  # of the next request, points
         self._refused = False  # something, since the start
 
     def run(self, wait: Callable[[float], bool]) -> bool:
@@ -132,12 +127,10 @@ class Forwarder:
             _log.warning("tracking: can't mark the run as %s: %s", status, reason(error))
 
     def _send_some(self) -> bool:
-        """Send at most one batch of each kind, curves first. Returns whether more waits."""
+        """Send at most one batch of points and one document. Returns whether more waits."""
         if not self._opened:
             self._open()
         self._send_metrics()
-        self._send_params()
-        self._send_tags()
         self._send_document()
         return self._outbox.unsent() > 0
 
@@ -150,12 +143,14 @@ class Forwarder:
     def _send_metrics(self) -> None:
         if self._doubtful:
             self._compare()
-        rows = self._outbox.attempt_metrics(self._sizes["metric"])
+        rows = self._outbox.attempt_metrics(self._size)
         if not rows:
             return
         self._doubtful = True
         points = [Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows]
-        refusal = self._put("metric", metrics=points)
+        refusal = self._refusal(lambda: self._client.log_batch(self._run_id, metrics=points, synchronous=True))
+        # Halves find the point that the server does not take.
+        self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
             self._outbox.settle_metrics(rows, refusal)
             self._note(refusal)
@@ -169,49 +164,16 @@ class Forwarder:
             self._outbox.settle_metrics(row for row in rows if row.key == key and row.step in held)
         self._doubtful = False
 
-    def _send_params(self) -> None:
-        params = self._outbox.pending_labels("param", self._sizes["param"])
-        if not params:
-            return
-        held = self._client.get_run(self._run_id).data.params  # the server refuses another value for ever
-        for name, value in [*params.items()]:
-            row = param(name, value)
-            if row.key in held and held[row.key] != row.value:
-                refusal = f"it is {held[row.key]!r} there and can't change"
-                self._outbox.settle_labels("param", {name: params.pop(name)}, refusal)
-                self._note(refusal)
-        fresh = [row for row in map(param, params, params.values()) if row.key not in held]
-        self._send_labels("param", params, params=fresh)
-
-    def _send_tags(self) -> None:
-        tags = self._outbox.pending_labels("tag", self._sizes["tag"])
-        self._send_labels("tag", tags, tags=[*map(tag, tags, tags.values())])
-
-    def _send_labels(self, kind: LabelKind, labels: Mapping[str, str], **fresh: list[Any]) -> None:
-        """Send those that the server has not; `labels` are all that are sent then."""
-        refusal = self._put(kind, **fresh) if any(fresh.values()) else None
-        if refusal is None or len(labels) == 1:
-            self._outbox.settle_labels(kind, labels, refusal)
-            self._note(refusal)
-
-    def _put(self, kind: str, **batch: list[Any]) -> str | None:
-        """Send a batch. Returns why the server refuses it, None if it does not; raises FAILURES when nobody knows.
-
-        The next one is half as large when it is refused, which finds the item that the server does not take, and twice
-        as large when it is not."""
+    def _refusal(self, send: Callable[[], object]) -> str | None:
+        """Why the server does not take what `send` sends; None where it does. Raises FAILURES when nobody knows, and
+        for a run that is deleted there: it takes nothing, until restored."""
         try:
-            self._client.log_batch(self._run_id, **batch, synchronous=True)
+            send()
         except FAILURES as error:
-            if not self._is_refused(error):
+            if not refuses(error) or self._client.get_run(self._run_id).info.lifecycle_stage == "deleted":
                 raise
-            self._sizes[kind] = max(1, sum(map(len, batch.values())) // 2)
             return reason(error)
-        self._sizes[kind] = min(_MOST[kind], 2 * self._sizes[kind])
         return None
-
-    def _is_refused(self, error: BaseException) -> bool:
-        """Whether the server does not take just this. A run that is deleted there takes nothing, until restored."""
-        return refuses(error) and self._client.get_run(self._run_id).info.lifecycle_stage != "deleted"
 
     def _note(self, refusal: str | None) -> None:
         """Say it once that something was set aside."""
@@ -222,7 +184,7 @@ class Forwarder:
     def _say_what_was_refused(self) -> None:
         refusals = self._outbox.refusals()
         if refusals:
-            some = "; ".join(map(str, refusals[:_SHOWN_REFUSALS]))
+            some = "; ".join(refusals[:_SHOWN_REFUSALS])
             _log.warning("tracking: %s has refused %d items: %s", shown(self._uri), len(refusals), some)
 
     def _send_document(self) -> None:
@@ -230,13 +192,7 @@ class Forwarder:
         document = self._outbox.pending_document()
         if document is None:
             return
-        refusal = None
-        try:
-            self._put_document(document)
-        except FAILURES as error:
-            if not self._is_refused(error):
-                raise
-            refusal = reason(error)
+        refusal = self._refusal(lambda: self._put_document(document))
         self._outbox.settle_document(document, refusal)
         self._note(refusal)
 

@@ -14,7 +14,6 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +34,7 @@ from areal_core.tracking.outbox import EndStatus
 from areal_core.tracking.pages import NOTE, VIEW_TAG, table_path, view
 
 FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
-MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
+MAX_METRICS = 1000  # of one request
 # Answers below 500 that say nothing about what was sent: somebody mends access or address, or there is too much to do.
 _NO_REFUSALS = (401, 403, 404, 408, 429)
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -74,9 +73,7 @@ def start_run(
             tags={row.key: row.value for row in map(tag, tags, tags.values())},
         )
         run_id: str = run.info.run_id
-        flat = (param(key, str(value)) for key, value in leaves(params))
-        while chunk := list(islice(flat, MAX_LABELS)):
-            client.log_batch(run_id, params=chunk)
+        client.log_batch(run_id, params=[param(key, str(value)) for key, value in leaves(params)])
         client.log_dict(run_id, dict(params), "config.json")
         for each in inputs:
             name, digest = _cut(each["name"], _MAX_NAME), each["digest"][:_MAX_DIGEST]
@@ -115,9 +112,7 @@ def add_to_run(
     TrackingError."""
     client, now_ms = MlflowClient(uri), int(time.time() * 1000)
     with _reporting(uri):
-        points = iter([Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
-        while chunk := list(islice(points, MAX_METRICS)):
-            client.log_batch(run_id, metrics=chunk)
+        client.log_batch(run_id, metrics=[Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
         for file in files:
             client.log_artifact(run_id, str(file), folder)
         for name, rows in (tables or {}).items():
@@ -164,11 +159,8 @@ def register(client: MlflowClient, run_id: str, model: Mapping[str, Any]) -> Non
     tags = {f"areal.{key}": str(model[key]) for key in ("url", "run", "version", "accuracy", "held_out")}
     source = url if "://" in url and not url.startswith("file:") else f"runs:/{run_id}/summary.json"
     text = f"Version {model['version']} of {model['run']}, held-out accuracy {model['accuracy']:.3f}: `{url}`"
-    version = (
-        known[0]
-        if known
-        else client.create_model_version(name, source, run_id, tags=tags, description=text, await_creation_for=0)
-    )
+    made = {"tags": tags, "description": text, "await_creation_for": 0}
+    version = known[0] if known else client.create_model_version(name, source, run_id, **made)
     holder = client.get_registered_model(name).aliases.get(_BEST)
     if holder is not None:
         its = client.get_model_version(name, holder).tags

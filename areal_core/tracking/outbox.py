@@ -28,17 +28,13 @@ from typing import Any, Literal, get_args
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal[
-    "dataset_report", "config", "evaluation", "model", "staleness_histogram", "summary", "trajectories"
-]
-LabelKind = Literal["param", "tag"]
+DocumentKind = Literal["dataset_report", "evaluation", "model", "staleness_histogram", "summary", "trajectories"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
 _ATTEMPTED, _SETTLED = 1, 2  # states of a row; 0: not attempted yet
 _MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
 _MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added. A warning comes at half
-_TABLES = ("metrics", "labels", "documents")
 _log = logging.getLogger(__name__)
 
 _SCHEMA = """
@@ -46,15 +42,9 @@ CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step I
     value REAL,  -- NULL: not a number
     time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, key, step));
 CREATE INDEX IF NOT EXISTS unsent ON metrics (run) WHERE state < 2;
-CREATE TABLE IF NOT EXISTS labels (run TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL,
-    state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, name));
 CREATE TABLE IF NOT EXISTS documents (run TEXT NOT NULL, kind TEXT NOT NULL, step INTEGER NOT NULL, data TEXT NOT NULL,
     time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, step));
 CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
-CREATE VIEW IF NOT EXISTS refusals (run, kind, name, step, reason, state) AS
-    SELECT run, 'point', key, step, reason, state FROM metrics UNION ALL
-    SELECT run, kind, name, NULL, reason, state FROM labels UNION ALL
-    SELECT run, 'document', kind, step, reason, state FROM documents;
 """
 
 
@@ -66,20 +56,6 @@ class Document:
     step: int
     data: dict[str, Any]
     time_s: float  # seconds since the epoch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A point, label or document that the server has refused, and why."""
-
-    kind: str  # point, param, tag or document
-    name: str
-    step: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        at = "" if self.step is None else f" of step {self.step}"
-        return f"{self.kind} {self.name}{at}: {self.reason}"
 
 
 def points(step: int, values: Mapping[str, Any], *, ago_s: float = 0.0) -> list[MetricRow]:
@@ -95,7 +71,7 @@ def points(step: int, values: Mapping[str, Any], *, ago_s: float = 0.0) -> list[
 
 
 class Outbox:
-    """The metrics, labels and documents of a run. The first half is for writers, the second for the one forwarder.
+    """The metrics and documents of a run. The first half is for writers, the second for the one forwarder.
 
     Writing takes no network and no MLflow. Safe between threads and between processes.
     """
@@ -143,7 +119,7 @@ class Outbox:
         - evaluation: {"file": path}, JSON. It becomes a table with a row for each problem; `step` is the version.
         - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
         - summary: the fields of RunSummary. They become a file and a few final metrics.
-        - config, dataset_report: what a file of that name holds.
+        - dataset_report: what a file of that name holds.
         - model: {"name", "url", "run", "version", "accuracy", "held_out"}. It becomes a version of a registered model.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.
@@ -156,21 +132,6 @@ class Outbox:
             "INSERT INTO documents (run, kind, step, data, time_s) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
             "SET data = excluded.data, time_s = excluded.time_s, state = 0 WHERE data NOT IN (excluded.data, ?)",
             [(self._run, kind, step, text, time.time(), _digest(text))],
-        )
-
-    def params(self, params: Mapping[str, str]) -> None:
-        """Queue parameters; as in MLflow the first value of a name stays."""
-        self._write(
-            "INSERT INTO labels (run, kind, name, value) VALUES (?, 'param', ?, ?) ON CONFLICT DO NOTHING",
-            [(self._run, name, value) for name, value in params.items()],
-        )
-
-    def tags(self, tags: Mapping[str, str]) -> None:
-        """Queue tags; a later value of a name replaces the earlier one."""
-        self._write(
-            "INSERT INTO labels (run, kind, name, value) VALUES (?, 'tag', ?, ?) ON CONFLICT DO UPDATE "
-            "SET value = excluded.value, state = 0 WHERE value != excluded.value",
-            [(self._run, name, value) for name, value in tags.items()],
         )
 
     def end(self, status: EndStatus) -> None:
@@ -186,17 +147,19 @@ class Outbox:
         return rows[0][0] if rows else None
 
     def unsent(self) -> int:
-        """The number of points, labels and documents that wait."""
+        """The number of points and documents that wait."""
         return sum(
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
-            for table in _TABLES
+            for table in ("metrics", "documents")
         )
 
-    def refusals(self) -> list[Refusal]:
-        """What the server has refused: points, then labels, then documents."""
-        refused = f"run = ? AND reason NOT NULL AND state = {_SETTLED}"
-        found = self._read(f"SELECT kind, name, step, reason FROM refusals WHERE {refused}", self._run)
-        return [Refusal(kind=kind, name=name, step=step, reason=reason) for kind, name, step, reason in found]
+    def refusals(self) -> list[str]:
+        """The points and documents that the server has refused, and why: points first."""
+        refused: list[str] = []
+        for table, kind, name in (("metrics", "point", "key"), ("documents", "document", "kind")):
+            query = f"SELECT {name}, step, reason FROM {table} WHERE run = ? AND reason NOT NULL AND state = {_SETTLED}"
+            refused += [f"{kind} {its} of step {step}: {why}" for its, step, why in self._read(query, self._run)]
+        return refused
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """All points of all curves, sent or not: key -> (step, value), by step."""
@@ -240,17 +203,6 @@ class Outbox:
         self._write(
             f"UPDATE metrics SET state = {_SETTLED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
             [(refusal, self._run, row.key, row.step) for row in rows],
-        )
-
-    def pending_labels(self, kind: LabelKind, limit: int) -> dict[str, str]:
-        query = "SELECT name, value FROM labels WHERE run = ? AND kind = ? AND state < 2 ORDER BY rowid LIMIT ?"
-        return dict(self._read(query, self._run, kind, limit))
-
-    def settle_labels(self, kind: LabelKind, labels: Mapping[str, str], refusal: str | None = None) -> None:
-        """Labels wait no more, as `settle_metrics` has it, unless they have another value by now."""
-        self._write(
-            f"UPDATE labels SET state = {_SETTLED}, reason = ? WHERE run = ? AND kind = ? AND name = ? AND value = ?",
-            [(refusal, self._run, kind, name, value) for name, value in labels.items()],
         )
 
     def pending_document(self) -> Document | None:

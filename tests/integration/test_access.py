@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
             node.kill()
             node.wait()
         with closing(TrajectoryLedger(launched.run.ledger, group_size=config.algorithm.group_size)) as ledger:
-            assert ledger.incarnation == 0
+            assert ledger.notes.incarnation == 0
 
 
 def ask(

@@ -111,7 +111,10 @@ def check_what_it_left(config: RunConfig) -> None:
             {"mode": "sync", "training": {"ranks": 4}},
             "launch.devices: must be at least 4 where accelerators are emulated (3 generate then 4 train), got 3",
         ),
-        ({"stop": {"score": 0.9}}, "stop.score: must be null where accelerators are emulated, got 0.9"),
+        (
+            {"stop": {"score": 0.9}},
+            "stop.score: must be null where accelerators are emulated and nothing is learnt, got 0.9",
+        ),
     ],
 )
 def test_what_can_not_be_emulated_is_one_line(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -93,7 +93,6 @@ OPERATIONS: dict[str, tuple[Callable[[Storage, Path], Any], Any]] = {
     "get_range": (lambda store, folder: store.get_range("a/name", 1, 3), b"on"),
     "get_file": (get_file, b"content"),
     "sizes": (lambda store, folder: store.sizes(), {"a/name": 7}),
-    "exists": (lambda store, folder: store.exists("a/name"), True),
     "put_bytes": (lambda store, folder: store.put_bytes("a/name", b"content"), None),
     "put_file": (lambda store, folder: store.put_file(folder / "local", "a/name"), None),
     "delete": (lambda store, folder: store.delete("a/other"), None),

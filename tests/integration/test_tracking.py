@@ -198,8 +198,6 @@ def test_documents_are_shown(
     )
     run.outbox.document("staleness_histogram", 10, {"counts": {"0": 6000, "1": 2500, "2": 300}})
     run.outbox.document("summary", 35, {"accuracy_before": 0.2, "accuracy_after": 0.8, "reason": "steps"})
-    run.outbox.params({"late": "1"})
-    run.outbox.tags({"git": "abc"})
     run.outbox.end("FINISHED")
     assert run.forward_here()
 
@@ -213,7 +211,6 @@ def test_documents_are_shown(
     assert json.loads(summary.read_text())["reason"] == "steps"
     data = client.get_run(run_id).data
     assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
-    assert (data.params["late"], data.tags["git"]) == ("1", "abc")
 
 
 def test_start_run_records_the_configuration(

@@ -81,7 +81,7 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
         before, after = (PendingCompletions(request(name, n=2, stop_token_ids=())) for name in ("before", "after"))
         await pool.generate(before)
         await pool.load_version(qwen2.versions[1])
-        assert pool.lost == ()
+        assert pool.registry.lost == ()
         await pool.generate(after)
         for version, pending in enumerate((before, after)):
             for completion in join_completions(pending.completions()):

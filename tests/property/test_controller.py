@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -96,7 +97,7 @@ def build(
         ledger=ledger,
         stop_token_ids=(1,),
     )
-    engine.freed = controller.completions_ended
+    engine.freed = controller.freed.notify
     return config, rng, engine, ledger, controller
 
 
@@ -104,19 +105,41 @@ async def train(
     controller: RolloutController, rng: random.Random, steps: int, *, linger_s: float = 1.0
 ) -> list[BatchManifest]:
     """A trainer: pulls, takes its time, publishes."""
-    running = asyncio.ensure_future(controller.run())
     manifests: list[BatchManifest] = []
-    for step in range(1, steps + 1):
-        manifest = await controller.batch(step, timeout_s=1000.0)
-        assert manifest is not None, f"no batch for step {step}"
-        assert await controller.batch(step, timeout_s=20.0) == manifest
-        manifests.append(manifest)
-        await asyncio.sleep(rng.expovariate(2.0))
-        controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
-    await asyncio.sleep(linger_s)
-    controller.finish("steps")
-    await running
+    async with runs(controller):
+        for step in range(1, steps + 1):
+            manifest = await controller.batch(step, timeout_s=1000.0)
+            assert manifest is not None, f"no batch for step {step}"
+            assert await controller.batch(step, timeout_s=20.0) == manifest
+            manifests.append(manifest)
+            await asyncio.sleep(rng.expovariate(2.0))
+            controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
+        await asyncio.sleep(linger_s)
     return manifests
+
+
+@asynccontextmanager
+async def runs(
+    controller: RolloutController, seconds: float = 0.0, reason: str | None = "steps"
+) -> AsyncIterator[None]:
+    """The controller runs for some seconds, then with the block, and is then told the reason to end, or killed."""
+    running = asyncio.ensure_future(controller.run())
+    await asyncio.sleep(seconds)
+    yield
+    if reason is None:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    else:
+        controller.finish(reason)
+        await running
+
+
+def slow_scores(controller: RolloutController, seconds: float) -> None:
+    async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
+        await asyncio.sleep(seconds)
+        raise RewardError("the verifier broke")
+
+    controller.rewards.score = score
 
 
 def check_tokens(engine: FakeEngine, ledger: TrajectoryLedger, *, allowance: int = 0) -> None:
@@ -211,31 +234,11 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one(
     assert set(ledger.dropped()) == {"zero_variance"}
 
 
-def test_without_dynamic_sampling_uniform_groups_are_served():
-    _, rng, _, ledger, controller = build(3, steps=10, eta=1, right=0.3)
-    manifests = run_virtual(train(controller, rng, 10))
-    correct = {summary.correct for manifest in manifests for summary in ledger.summaries(manifest.step)}
-    assert correct == {0, 1, 2}
-    assert ledger.dropped() == {}
-
-
-def test_a_uniform_group_gives_its_place_to_the_next_prompt():
-    _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_zero_variance=10_000)
-    manifests = run_virtual(train(controller, rng, 5))
-    prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
-    assert len(set(prompts)) == len(prompts)
-    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["zero_variance"]  # each admitted once, none again
-
-
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
     _, _, _, ledger, controller = build(1, steps=5, eta=1, right=right, max_zero_variance=7)
-
-    async def main() -> None:
-        await controller.run()
-
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
+        run_virtual(controller.run())
     said = r"^rollout\.dynamic_sampling: all rewards of a group were equal in each of the last 7 groups; prompts "
     assert caught.group_contains(ConfigError, match=said)
     assert ledger.dropped() == {"zero_variance": 7}
@@ -268,24 +271,21 @@ def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_ledgers(seed):
     assert ledger.tokens().in_flight > 0
 
 
-def test_zero_staleness_alternates_strictly():
-    _, rng, _, ledger, controller = build(3, steps=20, eta=0)
-    manifests = run_virtual(train(controller, rng, 20))
-    for manifest in manifests:
-        assert [group.ready_version for group in manifest.groups] == [manifest.step - 1] * len(manifest.groups)
-        assert {summary.max_version for summary in ledger.summaries(manifest.step)} == {manifest.step - 1}
-
-
 def test_a_run_in_which_every_group_fails_ends_with_the_reason():
-    _, _, _, ledger, controller = build(1, steps=5, eta=1, generation=1.0)
+    _, _, engine, ledger, controller = build(1, steps=5, eta=1, generation=1.0)
+    tries: Counter[str] = Counter()
+    serve = engine.serve
 
-    async def main() -> None:
-        await controller.run()
+    async def counted(request: GenerationRequest) -> bytes:
+        tries[request.request_id] += 1
+        return await serve(request)
 
+    engine.serve = counted
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
+        run_virtual(controller.run())
     assert caught.group_contains(GenerationError, match="the server is gone")
     assert ledger.dropped() == {"generation": 4}
+    assert sorted(tries.values(), reverse=True)[:4] == [6, 6, 6, 6]  # three for each of two completions
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,11 @@ def test_a_batch_that_does_not_come_in_time_is_none_and_after_the_end_it_raises(
     engine.capacity = 0
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        assert await controller.batch(1, timeout_s=5.0) is None
-        controller.finish("score")
-        with pytest.raises(RunFinished, match="score"):
-            await controller.batch(1, timeout_s=5.0)
-        await running
+        async with runs(controller):
+            assert await controller.batch(1, timeout_s=5.0) is None
+            controller.finish("score")
+            with pytest.raises(RunFinished, match="score"):
+                await controller.batch(1, timeout_s=5.0)
 
     run_virtual(main())
 
@@ -326,10 +325,8 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
     _, rng, engine, ledger, controller = build(5, steps=5, eta=1)
 
     async def interrupted() -> None:
-        running = asyncio.ensure_future(controller.run())
-        await asyncio.sleep(0.3)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with runs(controller, 0.3, None):
+            pass
 
     run_virtual(interrupted())
     before = {group.group_id: group.prompt_index for group in ledger.inflight()}
@@ -360,16 +357,13 @@ def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():
     engine.load_version = slowly
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        await asyncio.sleep(5.0)
-        assert controller.running_groups == 0
-        controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
-        await asyncio.sleep(0.5)
-        assert controller.running_groups == 0
-        await asyncio.sleep(0.6)
-        assert f"group-{group}-0" in engine.seeds
-        controller.finish("steps")
-        await running
+        async with runs(controller, 5.0):
+            assert controller.running_groups == 0
+            controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
+            await asyncio.sleep(0.5)
+            assert controller.running_groups == 0
+            await asyncio.sleep(0.6)
+            assert f"group-{group}-0" in engine.seeds
 
     run_virtual(main())
     assert engine.version == 1
@@ -379,23 +373,21 @@ def test_an_incarnation_starts_running_groups_again():
     _, _, engine, ledger, controller = build(11, steps=6, eta=1)
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        for step in (1, 2):
-            assert await controller.batch(step, timeout_s=1000.0)
-            controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
-            await asyncio.sleep(0.5)
-        flying = {group.group_id for group in ledger.inflight()}
-        controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
-        await asyncio.sleep(5.0)
-        assert ledger.incarnation == 1
-        assert engine.version == 1
-        assert not flying & {group.group_id for group in ledger.inflight()}
-        # Nothing that the replaced weights of version 2 sampled may be left: version 2 does not exist any more.
-        assert ledger.fix_batch(2, controller._selection)
-        assert {summary.max_version for summary in ledger.summaries(2)} <= {0, 1}
-        assert await controller.batch(2, timeout_s=1000.0)
-        controller.finish("steps")
-        await running
+        async with runs(controller):
+            for step in (1, 2):
+                assert await controller.batch(step, timeout_s=1000.0)
+                controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
+                await asyncio.sleep(0.5)
+            flying = {group.group_id for group in ledger.inflight()}
+            controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
+            await asyncio.sleep(5.0)
+            assert ledger.notes.incarnation == 1
+            assert engine.version == 1
+            assert not flying & {group.group_id for group in ledger.inflight()}
+            # Nothing that the replaced weights of version 2 sampled may be left: version 2 does not exist any more.
+            assert ledger.fix_batch(2, controller._selection)
+            assert {summary.max_version for summary in ledger.summaries(2)} <= {0, 1}
+            assert await controller.batch(2, timeout_s=1000.0)
 
     run_virtual(main())
     assert engine.cut_off > 0
@@ -419,18 +411,11 @@ def test_a_completion_that_can_not_be_read_is_generated_again(unreadable):
 
 def test_completions_that_were_being_scored_at_the_end_are_in_flight():
     _, _, engine, ledger, controller = build(2, steps=5, eta=1)
-
-    async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
-        await asyncio.sleep(100.0)
-        raise RewardError("the verifier broke")
-
-    controller.rewards.score = score
+    slow_scores(controller, 100.0)
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        await asyncio.sleep(50.0)
-        controller.finish("minutes")
-        await running
+        async with runs(controller, 50.0, "minutes"):
+            pass
 
     run_virtual(main())
     assert engine.sampled > 0
@@ -440,19 +425,11 @@ def test_completions_that_were_being_scored_at_the_end_are_in_flight():
 def test_slow_verifiers_keep_no_server_idle():
     _, _, engine, ledger, controller = build(4, steps=50, eta=5)
     engine.capacity = 8
-
-    async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
-        await asyncio.sleep(1000.0)
-        raise AssertionError("not reached")
-
-    controller.rewards.score = score
+    slow_scores(controller, 1000.0)
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        await asyncio.sleep(500.0)
-        assert ledger.admitted == (0 + 5 + 1) * 8  # all that the gate lets in, not just what the servers can hold
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with runs(controller, 500.0, None):
+            assert ledger.admitted == (0 + 5 + 1) * 8  # all that the gate lets in, not just what the servers can hold
 
     run_virtual(main())
 
@@ -463,32 +440,10 @@ def test_servers_get_groups_until_no_place_is_free(capacity, groups):
     engine.capacity = capacity
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        await asyncio.sleep(0.001)  # a request takes a second
-        assert len(ledger.inflight()) == controller.running_groups == groups
-        controller.finish("steps")
-        await running
+        async with runs(controller, 0.001):  # a request takes a second
+            assert len(ledger.inflight()) == controller.running_groups == groups
 
     run_virtual(main())
-
-
-def test_a_group_is_tried_as_often_as_is_allowed():
-    _, _, engine, _, controller = build(1, steps=5, eta=1, generation=1.0)
-    tries: Counter[str] = Counter()
-    serve = engine.serve
-
-    async def counted(request: GenerationRequest) -> bytes:
-        tries[request.request_id] += 1  # for each of two completions
-        return await serve(request)
-
-    engine.serve = counted
-
-    async def main() -> None:
-        await controller.run()
-
-    with pytest.raises(ExceptionGroup):
-        run_virtual(main())
-    assert sorted(tries.values(), reverse=True)[:4] == [6, 6, 6, 6]
 
 
 def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():
@@ -503,20 +458,18 @@ def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():
     engine.load_version = slowly
 
     async def main() -> None:
-        running = asyncio.ensure_future(controller.run())
-        assert await controller.batch(1, timeout_s=1000.0)
-        controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
-        await asyncio.sleep(0.5)
-        assert ledger.inflight()
-        controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
-        await asyncio.sleep(5.0)
-        assert (ledger.inflight(), controller.running_groups) == ([], 0)
-        loaded.set()
-        await asyncio.sleep(0.3)
-        assert ledger.inflight()
-        assert await controller.batch(2, timeout_s=1000.0)
-        controller.finish("steps")
-        await running
+        async with runs(controller):
+            assert await controller.batch(1, timeout_s=1000.0)
+            controller.publish(PolicyVersion(version=1, path="v1", digest="1"))
+            await asyncio.sleep(0.5)
+            assert ledger.inflight()
+            controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
+            await asyncio.sleep(5.0)
+            assert (ledger.inflight(), controller.running_groups) == ([], 0)
+            loaded.set()
+            await asyncio.sleep(0.3)
+            assert ledger.inflight()
+            assert await controller.batch(2, timeout_s=1000.0)
 
     run_virtual(main())
 

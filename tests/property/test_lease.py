@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -70,80 +70,47 @@ def test_of_launchers_that_live_one_has_the_run_at_a_time(seed: int, launchers: 
     assert numbers
 
 
-def test_a_launcher_that_died_is_waited_for_once() -> None:
-    turns = Turns(random.Random(1))
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+class Alone:
+    """Leases of one store, whose clock goes on while they sleep."""
 
-        def launchers() -> None:
-            assert lease("a").acquire() == 1
-            assert lease("b").acquire() == 2
-            assert TTL_S <= turns.now < TTL_S + 1.0
-            before = turns.now
-            again = lease("b")  # which holds the lock of its folder, so that the one before is dead
-            assert again.acquire() == 3
-            again.release()
-            assert lease("c").acquire() == 4
-            assert turns.now == before
-            assert storage.list() == (NAME,)
+    def __init__(self, folder: Path) -> None:
+        self.storage, self.now = Storage.open(str(folder)), 0.0
 
-        turns.run({"all": launchers})
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def lease(self, where: str, ttl_s: float = TTL_S) -> Lease:
+        return Lease(self.storage, where, ttl_s=ttl_s, clock=lambda: self.now, sleep=self.sleep)
 
 
-def test_a_holder_is_given_the_time_that_it_has_asked_for() -> None:
+@pytest.fixture
+def alone(tmp_path: Path) -> Alone:
+    return Alone(tmp_path)
+
+
+def test_a_launcher_that_died_is_waited_for_once(alone: Alone) -> None:
+    assert alone.lease("a").acquire() == 1
+    assert alone.lease("b").acquire() == 2
+    assert TTL_S <= alone.now < TTL_S + 1.0
+    before = alone.now
+    again = alone.lease("b")  # which holds the lock of its folder, so that the one before is dead
+    assert again.acquire() == 3
+    again.release()
+    assert alone.lease("c").acquire() == 4
+    assert alone.now == before
+    assert alone.storage.list() == (NAME,)
+
+
+def test_a_holder_is_given_the_time_that_it_has_asked_for(alone: Alone) -> None:
     """Its launcher has a longer storage.lease_s, and renews more seldom."""
-    turns = Turns(random.Random(1))
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-
-        def launchers() -> None:
-            assert Lease(storage, "a", ttl_s=10 * TTL_S, clock=lambda: turns.now, sleep=turns.take).acquire() == 1
-            assert Lease(storage, "b", ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take).acquire() == 2
-            assert turns.now >= 10 * TTL_S
-
-        turns.run({"all": launchers})
+    assert alone.lease("a", 10 * TTL_S).acquire() == 1
+    assert alone.lease("b").acquire() == 2
+    assert alone.now >= 10 * TTL_S
 
 
-def test_a_number_is_above_what_names_show_when_the_lease_is_taken() -> None:
-    turns, shown = Turns(random.Random(1)), [1]
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        storage.put_bytes(NAME, b"no lease")
-
-        def waiting(seconds: float) -> None:
-            shown.append(7)  # a launcher whose lease was spoilt goes on meanwhile
-            turns.take(seconds)
-
-        def launchers() -> None:
-            lease = Lease(storage, "a", ttl_s=TTL_S, clock=lambda: turns.now, sleep=waiting)
-            assert lease.acquire(above=lambda: max(shown)) == 8
-
-        turns.run({"all": launchers})
-
-
-def test_a_run_that_is_running_is_refused_in_one_line() -> None:
-    turns = Turns(random.Random(1))
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        over = threading.Event()
-        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
-
-        def holder() -> None:
-            held = lease("/state/a")
-            held.acquire()
-            while not over.is_set():
-                turns.take(held.renewal_s)
-                held.renew()
-
-        def other() -> None:
-            turns.take(1.0)
-            with pytest.raises(ProcessError, match=r"^run_id: the run is running already, on /state/a; wait for"):
-                lease("/state/b").acquire()
-            assert turns.now < TTL_S
-            over.set()
-
-        turns.run({"holder": holder, "other": other})
+def test_a_number_is_above_what_names_show_when_the_lease_is_taken(alone: Alone) -> None:
+    alone.storage.put_bytes(NAME, b"no lease")  # whose launcher goes on meanwhile
+    assert alone.lease("a").acquire(above=lambda: 7 if alone.now else 1) == 8
 
 
 @pytest.mark.parametrize(
@@ -159,38 +126,30 @@ def test_a_run_that_is_running_is_refused_in_one_line() -> None:
     ],
     ids=lambda data: repr(data[:20]),
 )
-def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(data: bytes) -> None:
-    turns = Turns(random.Random(1))
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
-
-        def launchers() -> None:
-            storage.put_bytes(NAME, data)
-            held = lease("a")
-            assert held.acquire(above=lambda: 6) == 7  # what names show, as the object tells nothing
-            storage.put_bytes(NAME, data)
-            held.renew()
-            assert msgspec.json.decode(storage.get_bytes(NAME), type=Claim).number == 7
-            storage.delete(NAME)
-            held.renew()
-            assert msgspec.json.decode(storage.get_bytes(NAME), type=Claim).number == 7
-
-        turns.run({"all": launchers})
+def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(alone: Alone, data: bytes) -> None:
+    alone.storage.put_bytes(NAME, data)
+    held = alone.lease("a")
+    assert held.acquire(above=lambda: 6) == 7  # what names show, as the object tells nothing
+    alone.storage.put_bytes(NAME, data)
+    held.renew()
+    assert msgspec.json.decode(alone.storage.get_bytes(NAME), type=Claim).number == 7
+    alone.storage.delete(NAME)
+    held.renew()
+    assert msgspec.json.decode(alone.storage.get_bytes(NAME), type=Claim).number == 7
 
 
-def test_an_answer_that_is_lost_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        storage = Storage.open(folder)
-        put = storage.put_over
+def test_an_answer_that_is_lost_costs_nothing(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = alone.storage.put_over
 
-        def unanswered(name: str, data: bytes, mark: str | None) -> str:
-            put(name, data, mark)
-            return put(name, data, mark)  # as it is tried again
+    def unanswered(name: str, data: bytes, mark: str | None) -> str:
+        put(name, data, mark)
+        return put(name, data, mark)  # as it is tried again
 
-        monkeypatch.setattr(storage, "put_over", unanswered)
-        lease = Lease(storage, "a", ttl_s=TTL_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.storage, "put_over", unanswered)
+        lease = alone.lease("a")
         assert lease.acquire() == 1
         lease.renew()
         lease.release()
-        assert Lease(Storage.open(folder), "b", ttl_s=TTL_S).acquire() == 2
+    assert alone.lease("b").acquire() == 2
+    assert alone.now == 0.0

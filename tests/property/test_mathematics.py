@@ -29,14 +29,6 @@ def judged(gold: str, completion: str) -> Outcome:
     return mathematics(Prompt(index=0, prompt_id="", text="", token_ids=(), answer=gold), completion).outcome
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [r"\boxed{99^{99e}}", r"\boxed{i  km/h*^\circ}", rf"\boxed{{{'-' * 599}1}}", r"so \boxed", r"$\boxed$"],
-)
-def test_odd_completions_are_incorrect(completion: str) -> None:
-    assert judged("4", completion) in (Outcome.INCORRECT, Outcome.UNPARSABLE)
-
-
 @pytest.mark.parametrize("boxed", [True, False])
 def test_any_completion_has_a_verdict(boxed: bool) -> None:
     rng = random.Random(1)

@@ -197,8 +197,8 @@ class Play:
         for one in self.registry.servers:
             if one.state is ServerState.JOINING:
                 assert one.name not in {other.name for other in working}
-        assert len(set(self.pool.lost)) == len(self.pool.lost)
-        assert not set(self.pool.lost) & {one.url for one in working}
+        assert len(set(self.pool.registry.lost)) == len(self.pool.registry.lost)
+        assert not set(self.pool.registry.lost) & {one.url for one in working}
         assert len(self.pool.registry.at_work) == len(working)
         if working:
             assert self.pool.version <= min(self.world.actual[one.url] for one in working)
@@ -225,7 +225,7 @@ class Play:
             tasks.create_task(self.join(name))
         while not self.over:
             await asyncio.sleep(1.0)
-            for url in self.pool.lost:
+            for url in self.pool.registry.lost:
                 name = next((name for name, known in self.urls.items() if known == url), None)
                 if name is not None:
                     self.reported[url] += 1
@@ -305,7 +305,7 @@ class Play:
         await self.pool.load_version(self.world.newest)
         assert {server.name for server in self.registry.at_work} == set(NAMES)
         assert {server.loaded for server in self.registry.at_work} == {self.world.newest}
-        assert self.pool.lost == ()
+        assert self.pool.registry.lost == ()
 
 
 @settings(max_examples=25, deadline=None)

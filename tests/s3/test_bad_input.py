@@ -95,25 +95,6 @@ def test_a_bucket_that_may_not_be_made(radosgw: RadosGateway, guest: Any, refuse
     )
 
 
-def test_a_prefix_that_may_only_be_read(radosgw: RadosGateway, guest: Any, refused: Any, as_user: Any) -> None:
-    as_user(radosgw.credentials)
-    bucket = f"areal-{uuid.uuid4().hex}"
-    Storage.open(f"s3://{bucket}/runs", radosgw.endpoint_url).put_bytes("one", b"1")
-    statement = {
-        "Effect": "Allow",
-        "Principal": {"AWS": ["arn:aws:iam:::user/guest"]},
-        "Action": ["s3:ListBucket", "s3:GetObject"],
-        "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
-    }
-    owner = fsspec.filesystem("s3", endpoint_url=radosgw.endpoint_url, skip_instance_cache=True)
-    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-    owner.call_s3("put_bucket_policy", Bucket=bucket, Policy=policy)
-    as_user(guest)
-    line = refused(f"s3://{bucket}/runs", radosgw.endpoint_url)
-    assert line.startswith(f"storage.url: can't write s3://{bucket}/runs/.probe-"), line
-    assert line.endswith(": AccessDenied")
-
-
 def test_what_may_not_be_deleted_is_said(radosgw: RadosGateway, guest: Any, as_user: Any) -> None:
     """S3 answers a deletion of several objects with 200 and tells in it what it has refused."""
     as_user(radosgw.credentials)

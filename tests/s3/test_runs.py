@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 import uuid
 from pathlib import Path
@@ -14,16 +12,13 @@ import pytest
 from areal_core.config.schema import RunConfig
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
-from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.types import RunSummary
-from tests.faults.points import CONTROLLER, STORE, Point, environment
 from tests.support.radosgw import RadosGateway
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 STEPS = 6
-PRUNED_S = 3.0  # for a launcher to delete what it had begun to
 AWAY_S = 15.0  # beyond the moment when the run is seen to wait
 
 
@@ -53,11 +48,6 @@ def stored(config: RunConfig) -> Storage:
     return Storage.open(f"{config.storage.url}/runs/r", config.storage.endpoint_url)
 
 
-def newer_than(store: Storage, number: int) -> CheckpointInfo | None:
-    found = checkpoint.newest(store)
-    return found if found is not None and found.number > number and found.shared else None
-
-
 def ended_in_order(run: Launched) -> RunSummary:
     """Every token is accounted for, and all that the store is to hold is there."""
     assert run.end() == 0, run.output()
@@ -84,40 +74,6 @@ def test_a_run_that_was_killed_goes_on_from_s3_alone(radosgw: RadosGateway, tmp_
         assert "restored the ledger from the checkpoint of step" in run.output()
 
 
-@pytest.mark.parametrize("at", ["checkpoints/step", "payloads/"])
-def test_a_launcher_that_is_stopped_while_it_frees_deletes_nothing_of_its_successor(
-    radosgw: RadosGateway, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """Stopped at a deletion; another machine takes over, and is lost; the first goes on; a third machine resumes."""
-    stop = Point(name="stop", process=CONTROLLER, target=f"{STORE}.delete", when="enter", where=at)
-    first_config = configured(tmp_path / "first", radosgw, url, 30)
-    with monkeypatch.context() as patched:
-        for name, value in environment([stop.fault("stop", tmp_path)], os.environ.get("PYTHONPATH", "")).items():
-            patched.setenv(name, value)
-        first = Launched(first_config, "r")
-    with first:
-        first.wait_for("it is stopped", (tmp_path / "stop").exists)
-        stopped = first.processes()
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        store = stored(first_config)
-        own = checkpoint.highest_number(store)
-        with Launched(configured(tmp_path / "second", radosgw, url, 30), "r") as second:
-            taken = second.wait_for("its checkpoint", lambda: newer_than(store, own))
-        shutil.rmtree(tmp_path / "second")
-        os.kill(first.last_pid("controller"), signal.SIGCONT)  # which nobody ends yet
-        time.sleep(PRUNED_S)
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
-        assert "run_id: another launcher has taken the run over, on " in first.failed()
-    newest = checkpoint.newest(store)
-    assert newest is not None
-    assert (newest.number, newest.step) >= (taken.number, taken.step)
-    with Launched(configured(tmp_path / "third", radosgw, url, 30), "r") as third:
-        ended_in_order(third)
-        assert f"restored the ledger from the checkpoint of step {newest.step}" in third.output()
-
-
 def test_a_run_goes_on_once_its_killed_store_is_back(radosgw: RadosGateway, tmp_path: Path, url: str) -> None:
     with Launched(configured(tmp_path, radosgw, url), "r") as run:
         run.until_step(1)
@@ -130,16 +86,4 @@ def test_a_run_goes_on_once_its_killed_store_is_back(radosgw: RadosGateway, tmp_
         assert ended_in_order(run).incarnation == 0  # every step was made once
         assert "(storage.patience_s)" in run.output()
         assert "storage: responds again, after" in run.output()
-        assert "restart" not in run.output()
-
-
-def test_a_run_goes_on_once_its_stopped_store_is_back(radosgw: RadosGateway, tmp_path: Path, url: str) -> None:
-    with Launched(configured(tmp_path, radosgw, url), "r") as run:
-        run.until_step(1)
-        radosgw.stop()
-        try:
-            run.wait_for("a request that nobody reads", lambda: radosgw.holds_a_request() or None)
-        finally:
-            radosgw.go_on()
-        assert ended_in_order(run).incarnation == 0  # every step was made once
         assert "restart" not in run.output()

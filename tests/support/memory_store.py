@@ -76,9 +76,6 @@ class MemoryStore(Folder):
     def get_bytes(self, path: str) -> bytes:
         return self._call("get", path, lambda: self._get(path))
 
-    def exists(self, path: str) -> bool:
-        return self._call("look at", path, lambda: bool(self._below(path)))
-
     def sizes(self, path: str) -> dict[str, int]:
         return self._call("list", path, lambda: {name: len(self.objects[name]) for name in self._below(path)})
 

@@ -133,7 +133,7 @@ class RolloutController:
             max_requeues=config.rollout.max_requeues,
         )
         self._changed = Signal()
-        self._freed = Signal()  # servers may have room, or the gate may be open
+        self.freed = Signal()  # servers may have more room than before, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unsent: list[PendingCompletions] = []  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
@@ -170,7 +170,7 @@ class RolloutController:
                     admitted = self.ledger.admitted
                     manifest = self.ledger.fix_batch(step, self._selection)
                     if self.ledger.admitted != admitted:  # stale groups were dropped: there is room again
-                        self._freed.notify()
+                        self.freed.notify()
                     if manifest:
                         return manifest
                     await self._changed.wait()
@@ -182,20 +182,19 @@ class RolloutController:
         they can."""
         outcome = self.ledger.publish(version)
         if outcome == "replaced":
-            logger.warning(
-                "version %d has other weights than before: incarnation %d", version.version, self.ledger.incarnation
-            )
+            incarnation = self.ledger.notes.incarnation
+            logger.warning("version %d has other weights than before: incarnation %d", version.version, incarnation)
             self._disown()
-        self._notify()
+        self.notify()
         return outcome
 
     def lose(self, group_id: int) -> None:
         """The payload of a group turned out to be damaged; see TrajectoryLedger.lose."""
-        incarnation = self.ledger.incarnation
+        incarnation = self.ledger.notes.incarnation
         self.ledger.lose(group_id)
-        if self.ledger.incarnation != incarnation:
+        if self.ledger.notes.incarnation != incarnation:
             self._disown()
-        self._notify()
+        self.notify()
 
     def _disown(self) -> None:
         """A new incarnation has begun: running groups are dropped, and servers have to load its newest version."""
@@ -208,19 +207,12 @@ class RolloutController:
         """End the run: nothing more is admitted, running groups are aborted and recorded as in flight."""
         if self._finished is None:
             self._finished = reason
-            self._notify()
+            self.notify()
 
-    def servers_changed(self) -> None:
-        """A server came, went or loaded a version."""
-        self._notify()
-
-    def completions_ended(self) -> None:
-        """Servers have more room than before."""
-        self._freed.notify()
-
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """A server, a version or a group has changed."""
         self._changed.notify()
-        self._freed.notify()
+        self.freed.notify()
 
     @property
     def finished(self) -> str | None:
@@ -235,7 +227,7 @@ class RolloutController:
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         # Those in flight were admitted for the newest version: what an older one samples would be too old.
         while self._finished is None and self.engine.version < self.ledger.versions.last():
-            await self._freed.wait()
+            await self.freed.wait()
         if self._finished is None:
             for group in self.ledger.inflight():
                 self._start(tasks, group)
@@ -244,7 +236,7 @@ class RolloutController:
                 self._start(tasks, self.ledger.admit())
                 await asyncio.sleep(0)  # let requests go out between two admissions
             else:
-                await self._freed.wait()
+                await self.freed.wait()
 
     def _has_room(self) -> bool:
         """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
@@ -267,7 +259,7 @@ class RolloutController:
         rollouts.first.sent = True  # or it never will be
         del self._running[group_id]
         self._disowned.discard(group_id)
-        self._notify()
+        self.notify()
 
     async def _rollout(self, group: AdmittedGroup, rollouts: Rollouts) -> None:
         try:
@@ -299,7 +291,7 @@ class RolloutController:
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"{ROLLOUT}{group.group_id}-{self.ledger.incarnation}",
+            request_id=f"{ROLLOUT}{group.group_id}-{self.ledger.notes.incarnation}",
             token_ids=prompt.token_ids,
             n=self._group_size,
             max_tokens=self.config.task.max_new_tokens,
@@ -369,4 +361,4 @@ class RolloutController:
             loaded = newest
             if newest == self.ledger.versions.newest():
                 self._replaced = False
-            self._notify()
+            self.notify()

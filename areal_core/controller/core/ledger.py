@@ -33,7 +33,6 @@ from areal_core.errors import LedgerError
 from areal_core.storage import durable
 from areal_core.types import (
     FORMAT,
-    BatchGroup,
     BatchManifest,
     GroupState,
     GroupSummary,
@@ -178,34 +177,37 @@ class TrajectoryLedger:
     def admit(self) -> AdmittedGroup:
         """Admit the oldest waiting group, or the next prompt of the source where none waits."""
         with self._transaction():
-            admission = self._value("SELECT COALESCE(MAX(admission), -1) + 1 FROM groups")
             waiting = self._db.execute("SELECT MIN(group_id) FROM groups WHERE state = 'waiting'").fetchone()[0]
             if waiting is None:
                 prompt_index = self._value("SELECT COALESCE(MAX(prompt_index), -1) + 1 FROM groups")
                 waiting = self._insert_waiting(prompt_index, requeues=0)
             self._db.execute(
-                "UPDATE groups SET state = 'inflight', unsettled = 1, admission = ? WHERE group_id = ?",
-                (admission, waiting),
+                "UPDATE groups SET state = 'inflight', unsettled = 1, admission = "
+                "(SELECT COALESCE(MAX(admission), -1) + 1 FROM groups) WHERE group_id = ?",
+                (waiting,),
             )
-            return self._admitted_group(waiting)
+            return self._admitted("group_id = ?", waiting)[0]
 
     def inflight(self) -> list[AdmittedGroup]:
         """Groups that were admitted and are not finished, oldest first: what a restarted controller sends again."""
-        rows = self._db.execute("SELECT group_id FROM groups WHERE state = 'inflight' ORDER BY admission")
-        return [self._admitted_group(row["group_id"]) for row in rows.fetchall()]
+        return self._admitted("state = 'inflight'")
 
     def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
         """Count a failed try of a running group, and the tokens sampled for it that are lost with it; returns the
         number of failed tries."""
-        with self._transaction():
-            self._lose_tokens(group_id, lost)
-            self._db.execute("UPDATE groups SET tries = tries + 1 WHERE group_id = ?", (group_id,))
-            return self._value("SELECT tries FROM groups WHERE group_id = ?", group_id)
+        return self.lose_tokens(group_id, lost, failed=1)
 
-    def lose_tokens(self, group_id: int, lost: Tally) -> None:
-        """Record tokens sampled for a running group that are lost, without its fault."""
+    def lose_tokens(self, group_id: int, lost: Tally, *, failed: int = 0) -> int:
+        """Record tokens sampled for a running group that are lost, without its fault unless a try has `failed`; returns
+        the number of failed tries."""
         with self._transaction():
-            self._lose_tokens(group_id, lost)
+            self._expect(group_id, GroupState.INFLIGHT)
+            self._db.execute(
+                "UPDATE groups SET tries = tries + ?, lost_tokens = lost_tokens + ?, "
+                "unread_tokens = unread_tokens + ? WHERE group_id = ?",
+                (failed, lost.tokens, lost.unread, group_id),
+            )
+            return self._row(group_id)["tries"]
 
     def settle(self, group_id: int, sampled: Tally) -> None:
         """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or
@@ -260,28 +262,15 @@ class TrajectoryLedger:
         if (known := self._batches.get(step)) is not None:
             return known
         rows = self._db.execute(
-            "SELECT group_id, summary, ready_version, segment, start FROM groups LEFT JOIN payloads USING (group_id) "
-            "WHERE step = ? ORDER BY admission",
+            "SELECT group_id, summary, ready_version, COALESCE(segment, '') AS segment, COALESCE(start, 0) AS start "
+            "FROM groups LEFT JOIN payloads USING (group_id) WHERE step = ? ORDER BY admission",  # '': it is forgotten
             (step,),
         ).fetchall()
         if not rows:
             return None
-        groups = (
-            BatchGroup(
-                group_id=row["group_id"],
-                lengths=summary.lengths,
-                rewards=summary.rewards,
-                truncated=summary.truncated,
-                ready_version=row["ready_version"],
-                prompt_tokens=summary.prompt_tokens,
-                checksums=summary.checksums,
-                segment=row["segment"] or "",  # it is forgotten
-                start=row["start"] or 0,
-            )
-            for row in rows
-            for summary in [_summary(row)]
-        )
-        self._batches[step] = manifest = BatchManifest(step=step, groups=tuple(groups))
+        groups = [msgspec.json.decode(row["summary"]) | dict(row) for row in rows]
+        manifest = msgspec.convert({"step": step, "groups": groups}, BatchManifest)
+        self._batches[step] = manifest
         if len(self._batches) > _BATCHES_KEPT:
             del self._batches[next(iter(self._batches))]
         return manifest
@@ -289,7 +278,7 @@ class TrajectoryLedger:
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
         """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""
         with self._transaction(synced=True):
-            last = self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
+            last = self.last_step()
             if step != last + 1:
                 raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
             if selection.rule == "drop":
@@ -396,11 +385,6 @@ class TrajectoryLedger:
                 self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step >= ?", (step,))
             self._drop(group_id, "damaged", requeue=True)
 
-    @property
-    def incarnation(self) -> int:
-        """Times that recovery could not reproduce a version's weights."""
-        return self.notes.incarnation
-
     # -- queries -----------------------------------------------------------------------------------------------
 
     def tokens(self) -> TokenLedger:
@@ -430,13 +414,6 @@ class TrajectoryLedger:
         return self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
 
     # -- inside ------------------------------------------------------------------------------------------------
-
-    def _lose_tokens(self, group_id: int, lost: Tally) -> None:
-        self._expect(group_id, GroupState.INFLIGHT)
-        self._db.execute(
-            "UPDATE groups SET lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? WHERE group_id = ?",
-            (lost.tokens, lost.unread, group_id),
-        )
 
     def _insert_waiting(self, prompt_index: int, *, requeues: int) -> int:
         cursor = self._db.execute(
@@ -478,9 +455,10 @@ class TrajectoryLedger:
         for row in rows:
             self._drop(row["group_id"], "replaced", requeue=True)
 
-    def _admitted_group(self, group_id: int) -> AdmittedGroup:
-        row = self._row(group_id)
-        return AdmittedGroup(**{key: row[key] for key in ("group_id", "prompt_index", "requeues", "admission")})
+    def _admitted(self, which: str, *parameters: int) -> list[AdmittedGroup]:
+        columns = "SELECT group_id, prompt_index, requeues, admission FROM groups"
+        rows = self._db.execute(f"{columns} WHERE {which} ORDER BY admission", parameters)
+        return [AdmittedGroup(**dict(row)) for row in rows]
 
     def _row(self, group_id: int) -> sqlite3.Row:
         row = self._db.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()

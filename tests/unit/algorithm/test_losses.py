@@ -1,15 +1,16 @@
 """Objective, divergence and entropy in one sum; k1, k2 and k3 by hand and against the divergence that they estimate."""
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from areal_core.algorithm.divergences import KL_TERMS, k2, k3
+from areal_core.algorithm.advantages import ADVANTAGES
+from areal_core.algorithm.divergences import KL_TERMS, k3
 from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.means import LOSS_MEANS
 from areal_core.algorithm.objectives import Tokens
 from areal_core.algorithm.statistics import LossStats
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
@@ -96,47 +97,9 @@ def test_without_coefficients_neither_reference_nor_entropy_is_needed():
     assert loss_and_gradient(bare, CONFIG) == loss_and_gradient(TOKENS, CONFIG)
 
 
-def test_estimators_and_the_divergence_that_they_estimate():
-    """Over all tokens of two small distributions rather than a sample: means are exact."""
-    rng = np.random.default_rng(0)
-    logits, other = torch.from_numpy(rng.normal(size=(2, 6)))
-    logits.requires_grad_()
-    log_theta, log_ref = logits.log_softmax(0), other.log_softmax(0)
-    divergence = (log_theta.exp() * (log_theta - log_ref)).sum()
-    (slope,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    apart, under_theta = log_ref - log_theta, log_theta.exp().detach()
-
-    def mean(values: Tensor) -> Any:
-        return (under_theta * values).sum()
-
-    assert mean(-apart).item() == pytest.approx(divergence.item())  # k1
-    assert mean(k3(apart)).item() == pytest.approx(divergence.item())
-    assert mean(k2(apart)).item() != pytest.approx(divergence.item(), rel=1e-3)  # biased, but its gradient is right:
-    torch.testing.assert_close(torch.autograd.grad(mean(k2(apart)), logits, retain_graph=True)[0], slope)
-    # As a term of a loss k1 has no gradient in the mean; k3 has the one of KL(pi_ref | pi_theta).
-    torch.testing.assert_close(
-        torch.autograd.grad(mean(-apart), logits, retain_graph=True)[0], torch.zeros(6).double(), atol=1e-12, rtol=0
-    )
-    backwards = (log_ref.exp() * (log_ref - log_theta)).sum()
-    torch.testing.assert_close(
-        torch.autograd.grad(mean(k3(apart)), logits, retain_graph=True)[0],
-        torch.autograd.grad(backwards, logits, retain_graph=True)[0],
-    )
-    # k1 as a penalty of advantages: the score function with -k1 for a reward has minus the gradient of the divergence.
-    (penalised,) = torch.autograd.grad(mean(log_theta * apart.detach()), logits)
-    torch.testing.assert_close(penalised, -slope)
-
-
 def test_k3_is_accurate_for_engines_that_almost_agree():
     difference = 1e-6
     assert k3(of(difference)).item() == pytest.approx(difference**2 / 2, rel=1e-3)
-
-
-def test_every_estimator_can_be_chosen():
-    for name in ("k1", *KL_TERMS):
-        assert load({"algorithm": {"kl_estimator": name}}).algorithm.kl_estimator == name
-    with pytest.raises(ConfigError, match=rf"^algorithm.kl_estimator: must be one of k1, {', '.join(KL_TERMS)}, got"):
-        load({"algorithm": {"kl_estimator": "k4"}})
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -175,3 +138,20 @@ def test_losses_and_statistics_add_up_over_any_partition(objective: str, estimat
     total = sum((part.stats for part in parts), LossStats())
     assert total.sums.keys() == whole.stats.sums.keys()
     np.testing.assert_allclose(total.values(total.sums), whole.stats.values(total.sums))
+
+
+@pytest.mark.parametrize(
+    ("field", "functions"),
+    [
+        ("objective", OBJECTIVES),
+        ("advantage", [*ADVANTAGES, "batch_tokens"]),
+        ("loss_mean", LOSS_MEANS),
+        ("kl_estimator", ["k1", *KL_TERMS]),
+    ],
+)
+def test_every_choice_of_the_configuration_has_a_function(field: str, functions: Collection[str]):
+    for name in functions:
+        assert getattr(load({"algorithm": {field: name}}).algorithm, field) == name
+    with pytest.raises(ConfigError, match=rf"^algorithm.{field}: must be one of ") as caught:
+        load({"algorithm": {field: "none"}})
+    assert all(name in str(caught.value) for name in functions)

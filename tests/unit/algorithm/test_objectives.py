@@ -19,13 +19,11 @@ from areal_core.algorithm.objectives import (
     decoupled,
     find_objective,
     gspo,
-    objective,
     reinforce,
     standard,
 )
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError
 from tests.support.tokens import TOKENS, logs, of
 
 CONFIG = AlgorithmConfig()
@@ -45,49 +43,71 @@ def flags(surrogate: Surrogate) -> dict[str, list[int]]:
     return {name[len("loss/") : -len("_fraction")]: tokens for name, tokens in marked.items() if tokens}
 
 
-def test_decoupled_by_hand():
-    terms, gradient = differentiated(decoupled, TOKENS, CONFIG)
-    # 2 * 1.1; 1 * 1.2, as 1.5 is clipped; 1/2 * 0.8 * -2, as 1/2 is clipped and -1.6 is below 0.5 * -2
-    assert terms == pytest.approx([2.2, 1.2, -0.8, 0])
-    assert gradient == pytest.approx([2.2, 0, 0, 0])  # d u / d log pi_theta = u, and only token 0 is not clipped
-    surrogate = decoupled(TOKENS, CONFIG)
-    assert flags(surrogate) == {"clip": [1, 2], "clip_low": [2], "clip_high": [1]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])
-    assert surrogate.log_ratio.exp().tolist() == pytest.approx([1.1, 1.5, 0.5, 1])
+LOGS = (-0.5978370007556204, -0.5108256237659907, -2.995732273553991)  # of pi_theta: 0.55, 0.6, 0.05
+OLD, FRESH = (2, 1, 1 / 2, 1), (2.2, 1.5, 0.25, 1)  # pi_prox / pi_behav, and pi_theta / pi_behav
+PULLED = (2.2**0.5, 1, 0.25**0.75, 1)  # A-3PO's pi_prox / pi_behav: d = 2, 1, 4, so alpha = 1/2, 1, 1/4
+ALL = {"clip": [0, 1, 2], "clip_low": [2], "clip_high": [0, 1]}
+BOTH = {"clip": [1, 2], "clip_low": [2], "clip_high": [1]}
+LOW = {"clip": [2], "clip_low": [2]}
+AGAINST = replace(TOKENS, advantages=of(-1, -1, 2, float("nan")))
+UNWEIGHTED = replace(TOKENS, proximal=None)
 
 
-def test_standard_by_hand():
-    # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped
-    terms, gradient = differentiated(standard, TOKENS, CONFIG)
-    assert terms == pytest.approx([1.2, 1.2, -1.6, 0])
-    assert gradient == [0, 0, 0, 0]
-    surrogate = standard(TOKENS, CONFIG)
-    assert flags(surrogate) == {"clip": [0, 1, 2], "clip_low": [2], "clip_high": [0, 1]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
-
-
-def test_a3po_by_hand():
-    # d = 2, 1, 4, so alpha = 1/2, 1, 1/4.
-    # pi_prox = sqrt(0.25 * 0.55), 0.4, 0.2^(1/4) * 0.05^(3/4)
-    # u = pi_theta / pi_prox = 2.2^(1/2), 1.5, 0.25^(1/4): 1.483, 1.5 and 0.707, all clipped
-    # w = pi_prox / pi_behav = 2.2^(1/2), 1, 0.25^(3/4)
-    terms, gradient = differentiated(a3po, TOKENS, CONFIG)
-    assert terms == pytest.approx([2.2**0.5 * 1.2, 1.2, 0.25**0.75 * 0.8 * -2, 0])
-    assert gradient == [0, 0, 0, 0]
-    # With a wide clip nothing is clipped: w u A = pi_theta / pi_behav * A, and so is the gradient.
-    terms, gradient = differentiated(a3po, TOKENS, replace(CONFIG, clip_eps=0.9))
-    assert terms == pytest.approx([2.2, 1.5, -0.5, 0])
-    assert gradient == pytest.approx([2.2, 1.5, -0.5, 0])
-
-
-def test_reinforce_by_hand():
-    terms, gradient = differentiated(reinforce, TOKENS, CONFIG)
-    log_half, log_six, log_five = -0.5978370007556204, -0.5108256237659907, -2.995732273553991  # of 0.55, 0.6, 0.05
-    assert terms == pytest.approx([2 * log_half, log_six, 0.5 * -2 * log_five, 0])
-    assert gradient == pytest.approx([2, 1, -1, 0])  # w A
-    unweighted = replace(TOKENS, proximal=None)
-    assert differentiated(reinforce, unweighted, CONFIG)[1] == pytest.approx([1, 1, -2, 0])  # A
-    assert reinforce(unweighted, CONFIG).log_ratio.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
+@pytest.mark.parametrize(
+    ("objective", "tokens", "config", "terms", "gradient", "flagged", "weights"),
+    [
+        # w u A = 2 * 1.1; 1 * 1.2, as 1.5 is clipped; 1/2 * 0.8 * -2, as 1/2 is clipped and -1.6 is below 0.5 * -2.
+        # d u / d log pi_theta = u, and only token 0 is not clipped.
+        (decoupled, TOKENS, {}, (2.2, 1.2, -0.8), (2.2, 0, 0), BOTH, OLD),
+        (decoupled, TOKENS, {"clip_eps_high": 0.28}, (2.2, 1.28, -0.8), (2.2, 0, 0), BOTH, OLD),
+        (decoupled, TOKENS, {"clip_eps_high": 0.6}, (2.2, 1.5, -0.8), (2.2, 1.5, 0), LOW, OLD),
+        (decoupled, TOKENS, {"behaviour_cap": 1.5}, (1.65, 1.2, -0.8), (1.65, 0, 0), BOTH | {"cap": [0]}, OLD),
+        # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped, but on the pessimistic side.
+        (standard, TOKENS, {}, (1.2, 1.2, -1.6), (0, 0, 0), ALL, FRESH),
+        (standard, AGAINST, {}, (-2.2, -1.5, 0.5), (-2.2, -1.5, 0.5), {}, FRESH),
+        # u = pi_theta / pi_prox = 2.2^(1/2), 1.5, 0.25^(1/4): 1.483, 1.5 and 0.707, all clipped.
+        (a3po, TOKENS, {}, (2.2**0.5 * 1.2, 1.2, 0.25**0.75 * 0.8 * -2), (0, 0, 0), ALL, PULLED),
+        (a3po, UNWEIGHTED, {"clip_eps": 0.9}, (2.2, 1.5, -0.5), (2.2, 1.5, -0.5), {}, PULLED),  # w u = FRESH
+        # w A log pi_theta
+        (reinforce, TOKENS, {}, (2 * LOGS[0], LOGS[1], -LOGS[2]), (2, 1, -1), {}, OLD),
+        (reinforce, UNWEIGHTED, {}, (LOGS[0], LOGS[1], -2 * LOGS[2]), (1, 1, -2), {}, FRESH),
+        (
+            reinforce,
+            TOKENS,
+            {"behaviour_cap": 1.5},
+            (1.5 * LOGS[0], LOGS[1], -LOGS[2]),
+            (1.5, 1, -1),
+            {"cap": [0]},
+            OLD,
+        ),
+        # r = pi_theta / pi_behav held between 0.5 and 2, or only below 2: no token's gradient is dropped.
+        *(
+            (
+                cispo,
+                tokens,
+                {"clip_eps": eps, "clip_eps_high": 1.0},
+                (2 * LOGS[0], 1.5 * LOGS[1], -2 * least * LOGS[2]),
+                (2, 1.5, -2 * least),
+                {"cap": capped},
+                FRESH,
+            )
+            for tokens, eps, least, capped in (
+                (TOKENS, 0.5, 0.5, [0, 2]),
+                (UNWEIGHTED, 0.5, 0.5, [0, 2]),
+                (TOKENS, 1.0, 0.25, [0]),
+                (TOKENS, 5.0, 0.25, [0]),
+            )
+        ),
+    ],
+)
+def test_objective_by_hand(objective, tokens, config, terms, gradient, flagged, weights):
+    changed = replace(CONFIG, **config)
+    found, slopes = differentiated(objective, tokens, changed)
+    assert found == pytest.approx([*terms, 0])
+    assert slopes == pytest.approx([*gradient, 0])
+    surrogate = objective(tokens, changed)
+    assert flags(surrogate) == flagged
+    assert surrogate.log_weight.exp().tolist() == pytest.approx(weights)  # before any cap or clip
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -100,44 +120,6 @@ def test_terms_and_gradients_are_finite_however_far_apart_policies_are(name: str
     terms, gradient = differentiated(find_objective(name), tokens, CONFIG)
     assert np.isfinite([*terms, *gradient]).all()
     assert not OBJECTIVES[name].weighs or max(map(abs, terms)) <= math.exp(82.001)
-
-
-def test_the_upper_bound_of_the_clip_can_be_higher():
-    terms, gradient = differentiated(decoupled, TOKENS, replace(CONFIG, clip_eps_high=0.28))
-    assert terms == pytest.approx([2.2, 1.28, -0.8, 0])
-    terms, gradient = differentiated(decoupled, TOKENS, replace(CONFIG, clip_eps_high=0.6))
-    assert terms == pytest.approx([2.2, 1.5, -0.8, 0])
-    assert gradient == pytest.approx([2.2, 1.5, 0, 0])  # 1.5 is within 1.6; the lower bound stays at 0.8
-
-
-def test_the_clip_leaves_the_pessimistic_side_alone():
-    # u = 1.5 with A < 0 and u = 0.5 with A > 0: the minimum is the ratio itself, and its gradient stays.
-    tokens = Tokens(
-        current=logs(0.6, 0.2),
-        behaviour=logs(0.4, 0.4),
-        advantages=of(-1, 1),
-        mask=torch.tensor([True, True]),
-        weights=of(1, 1),
-        staleness=torch.zeros(2),
-        sequence=torch.tensor([0, 1]),
-        sequences=2,
-    )
-    terms, gradient = differentiated(standard, tokens, CONFIG)
-    assert terms == pytest.approx([-1.5, 0.5])
-    assert gradient == pytest.approx([-1.5, 0.5])
-    assert flags(standard(tokens, CONFIG)) == {}
-
-
-def test_the_cap_bounds_the_weight():
-    # w = 2, 1, 1/2, of which the first is above 1.5
-    config = replace(CONFIG, behaviour_cap=1.5)
-    terms, gradient = differentiated(decoupled, TOKENS, config)
-    assert terms == pytest.approx([1.5 * 1.1, 1.2, -0.8, 0])
-    assert gradient == pytest.approx([1.5 * 1.1, 0, 0, 0])
-    surrogate = decoupled(TOKENS, config)
-    assert flags(surrogate) == flags(decoupled(TOKENS, CONFIG)) | {"cap": [0]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 1, 0.5, 1])  # as it was before the cap
-    assert differentiated(reinforce, TOKENS, config)[1] == pytest.approx([1.5, 1, -1, 0])
 
 
 @pytest.mark.parametrize(
@@ -251,23 +233,6 @@ def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
     assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_a3po_has_the_gradient_of_standard_ppo_under_a_clip_that_widens_with_staleness(staleness: int):
-    """w u = pi_theta / pi_behav = q, and u = q^(1/d) lies in [1 - eps, 1 + eps] where q lies between the d-th powers of
-    the bounds."""
-    tokens = replace(sample(6), staleness=torch.full((40,), staleness))
-    d = staleness + 1
-    wide = replace(CONFIG, clip_eps=1 - 0.8**d, clip_eps_high=1.2**d - 1)
-    gradient = differentiated(a3po, tokens, CONFIG)[1]
-    assert gradient == pytest.approx(differentiated(standard, tokens, wide)[1])
-    assert gradient != pytest.approx(differentiated(standard, tokens, CONFIG)[1])
-
-
-def test_a3po_reads_no_proximal_policy():
-    tokens = sample(7)
-    assert differentiated(a3po, tokens, CONFIG) == differentiated(a3po, replace(tokens, proximal=None), CONFIG)
-
-
 # -- completions -----------------------------------------------------------------------------------------------
 
 
@@ -332,66 +297,6 @@ def test_gspo_without_a_proximal_policy_has_the_published_ratio():
         assert both[0] == pytest.approx(both[1])
 
 
-def gspo_mean(tokens: Tokens, current: np.ndarray, eps: float, eps_high: float) -> float:
-    """The mean over completions as the paper writes it: one after the other, of products of probabilities."""
-    proximal, behaviour = np.exp(tokens.proximal.numpy()), np.exp(tokens.behaviour.numpy())  # type: ignore[union-attr]
-    total, count = 0.0, 0
-    for number in range(tokens.sequences):
-        at = np.flatnonzero(tokens.mask.numpy() & (tokens.sequence.numpy() == number))
-        if not len(at):
-            continue
-        ratio = (np.prod(np.exp(current[at])) / np.prod(proximal[at])) ** (1 / len(at))
-        weight = (np.prod(proximal[at]) / np.prod(behaviour[at])) ** (1 / len(at))
-        advantage = float(tokens.advantages[at[0]])
-        total += weight * min(ratio * advantage, min(max(ratio, 1 - eps), 1 + eps_high) * advantage)
-        count += 1
-    return total / count
-
-
-@pytest.mark.parametrize("seed", [10, 11, 12])
-def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient(seed: int):
-    tokens = sample(seed)
-    tokens = replace(tokens, mask=tokens.mask & (tokens.sequence != 3))
-    loss_tokens = torch.bincount(tokens.sequence[tokens.mask], minlength=tokens.sequences)
-    assert len(loss_tokens.unique()) >= 4
-    tokens = replace(
-        tokens,
-        advantages=tokens.advantages[tokens.sequence],  # one a completion
-        weights=(1 / loss_tokens.clamp(min=1).double())[tokens.sequence],
-    )
-    config = AlgorithmConfig(objective="gspo", clip_eps=0.03, clip_eps_high=0.04)
-    current = tokens.current.clone().requires_grad_()
-    completions = int((loss_tokens > 0).sum())
-    loss, stats = policy_loss(replace(tokens, current=current), config, denominator=completions)
-    low, high = stats.sums["loss/clip_low_fraction"], stats.sums["loss/clip_high_fraction"]
-    assert low > 0 < high
-    assert low + high < stats.tokens
-    start = tokens.current.numpy()
-    assert -loss.item() == pytest.approx(gspo_mean(tokens, start, 0.03, 0.04))
-    (gradient,) = torch.autograd.grad(loss, current)
-    step = 1e-6 * np.eye(len(start))
-    slopes = [
-        (gspo_mean(tokens, start + one, 0.03, 0.04) - gspo_mean(tokens, start - one, 0.03, 0.04)) / 2e-6 for one in step
-    ]
-    np.testing.assert_allclose(-gradient.numpy(), slopes, atol=1e-8)
-
-
-@pytest.mark.parametrize("proximal", [True, False])
-def test_gspo_of_completions_of_one_token_is_ppo(proximal: bool):
-    tokens = sample(13)
-    tokens = replace(tokens, sequence=torch.arange(40), sequences=40)
-    if not proximal:
-        tokens = replace(tokens, proximal=None)
-    config = replace(CONFIG, clip_eps=0.05, behaviour_cap=1.1)
-    one, other = gspo(tokens, config), decoupled(tokens, config)
-    assert differentiated(gspo, tokens, config) == differentiated(decoupled, tokens, config)
-    assert torch.equal(one.log_ratio, other.log_ratio)
-    assert torch.equal(one.log_weight, other.log_weight)
-    assert flags(one) == flags(other)
-    assert flags(one).keys() >= {"clip_low", "clip_high"}
-    assert differentiated(gspo, sample(13), config) != differentiated(decoupled, sample(13), config)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_neither_order_nor_number_of_completions_matters(name: str):
     tokens = sample(14)
@@ -412,56 +317,7 @@ def test_neither_order_nor_number_of_completions_matters(name: str):
 # -- CISPO -----------------------------------------------------------------------------------------------------
 
 
-def test_cispo_by_hand():
-    # r = pi_theta / pi_behav = 2.2, 1.5, 0.25, held between 0.5 and 2
-    config = replace(CONFIG, clip_eps=0.5, clip_eps_high=1.0)
-    terms, gradient = differentiated(cispo, TOKENS, config)
-    log_half, log_six, log_five = -0.5978370007556204, -0.5108256237659907, -2.995732273553991  # of 0.55, 0.6, 0.05
-    assert terms == pytest.approx([2 * log_half, 1.5 * log_six, 0.5 * -2 * log_five, 0])
-    assert gradient == pytest.approx([2, 1.5, -1, 0])  # clip(r) A: of no token it is dropped
-    surrogate = cispo(TOKENS, config)
-    assert flags(surrogate) == {"cap": [0, 2]}
-    assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])  # as it was before the clip
-    assert differentiated(cispo, replace(TOKENS, proximal=None), config) == (terms, gradient)
-
-
-def test_cispo_without_a_lower_bound():
-    for eps in (1.0, 5.0):
-        config = replace(CONFIG, clip_eps=eps, clip_eps_high=1.0)
-        assert differentiated(cispo, TOKENS, config)[1] == pytest.approx([2, 1.5, 0.25 * -2, 0])
-        assert flags(cispo(TOKENS, config)) == {"cap": [0]}
-
-
-def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():
-    tokens = sample(15)
-    free = replace(CONFIG, clip_eps=1e9)
-    gradient = differentiated(cispo, tokens, free)[1]
-    assert gradient == pytest.approx(differentiated(standard, tokens, free)[1])
-    weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
-    assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
-    assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])
-
-
 # -- the registry ----------------------------------------------------------------------------------------------
-
-
-def test_every_objective_can_be_chosen():
-    for name in OBJECTIVES:
-        assert load({"algorithm": {"objective": name}}).algorithm.objective == name
-        assert find_objective(name).__name__ == name
-    names = ", ".join(OBJECTIVES)
-    known = rf"^algorithm.objective: must be one of {names}, or an import path, package.module:name, got"
-    for name in ("none of them", "module.function", ":gspo", "module:", "a module:function"):
-        with pytest.raises(ConfigError, match=known):
-            load({"algorithm": {"objective": name}})
-
-
-def test_a_function_that_is_not_listed_is_no_objective():
-    def unheard_of(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-        return standard(tokens, config)
-
-    with pytest.raises(AssertionError, match=r"config.algorithm.OBJECTIVES has no unheard_of"):
-        objective(unheard_of)
 
 
 def doubled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
@@ -474,10 +330,3 @@ def test_an_objective_of_ones_own_is_named_by_where_it_is():
     assert config.takes_proximal
     expected = policy_loss(TOKENS, replace(config, objective="decoupled"), denominator=1).loss
     assert policy_loss(TOKENS, config, denominator=1).loss == 2 * expected
-
-
-@pytest.mark.parametrize("name", ["no.such.module:f", "areal_core.algorithm.objectives:nothing"])
-def test_an_objective_that_can_not_be_imported_is_one_line(name: str):
-    with pytest.raises(ConfigError, match=rf"^algorithm.objective: {name} can't be imported: ") as caught:
-        find_objective(name)
-    assert "\n" not in str(caught.value)

@@ -104,15 +104,6 @@ def test_quantiles_are_as_exact_as_stated(spread: float, share: float):
     assert quantile == pytest.approx(expected, rel=0.0111, abs=1.11e-5)
 
 
-def test_quantiles_are_the_same_however_tokens_are_spread_over_ranks():
-    weights = np.exp(np.random.default_rng(1).normal(0, 0.1, 1000))
-    parts = [weighing(part) for part in np.split(weights, [10, 400])]
-    names = parts[0].sums
-    merged = sum((LossStats.from_values(part.values(names), names) for part in parts), LossStats())
-    for share in (0.01, 0.5, 0.99):
-        assert merged.weight_quantile(share) == weighing(weights).weight_quantile(share)
-
-
 def test_equal_weights_have_the_quantile_one_exactly():
     stats = weighing(np.ones(7))
     assert [stats.weight_quantile(share) for share in (0.01, 0.5, 0.99)] == [1, 1, 1]

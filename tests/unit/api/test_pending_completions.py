@@ -136,24 +136,6 @@ def test_what_can_not_be_continued_from_is_refused(first, said):
     assert not pending.begun
 
 
-@pytest.mark.parametrize(
-    ("rest", "said"),
-    [
-        (body(), "0 completions where 1 were requested"),
-        (body(([4], "stop"), ([4], "stop")), "2 completions where 1 were requested"),
-        (b"not JSON", "not a response of /inference/v1/generate"),
-        (body(([], "length")), r"completion 0 ended \(length\) without a token"),
-    ],
-)
-def test_a_rest_that_is_none_leaves_the_completion_as_it_was(rest, said):
-    pending = begun(([4], "abort"), ([5, STOP], "stop"))
-    before, asked = pending.completions(), pending.continuation(0)
-    with pytest.raises(GenerationError, match=said):
-        take(pending, [0], rest)
-    assert (pending.completions(), pending.unfinished()) == (before, [0])
-    assert request_of(pending.continuation(0)) == request_of(asked)
-
-
 def test_what_was_refused_halfway_leaves_nothing_behind():
     pending = PendingCompletions(REQUEST)
     with pytest.raises(GenerationError):

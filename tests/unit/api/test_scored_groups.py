@@ -121,17 +121,3 @@ def test_a_flipped_bit_is_found_in_its_part_alone(part: int):
                 read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])
         else:
             read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tokens", np.zeros(3, np.int32)),
-        ("loss_mask", np.zeros(3, np.bool_)),
-        ("logprobs", np.zeros(6, np.float64)),
-        ("prompt_tokens", np.zeros(2, np.int64)),
-    ],
-)
-def test_a_group_that_contradicts_itself_is_not_packed(field, value):
-    with pytest.raises(AssertionError, match=field):
-        pack_group(dataclasses.replace(group(), **{field: value}))

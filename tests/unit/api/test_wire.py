@@ -6,8 +6,17 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_core.api.wire import encode_generation, encode_request, parse_generation, version_name, version_spans
-from areal_core.errors import GenerationError
+from areal_core.api.wire import (
+    encode_failure,
+    encode_generation,
+    encode_part,
+    encode_request,
+    parse_generation,
+    parse_part,
+    version_name,
+    version_spans,
+)
+from areal_core.errors import GenerationError, ServerLostError
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
@@ -103,3 +112,12 @@ def test_a_request_says_all_that_sampling_depends_on():
 def test_bodies_without_a_logprob_and_a_version_for_every_token_are_refused(body):
     with pytest.raises(GenerationError, match="not a response"):
         parse_generation(body)
+
+
+def test_parts_of_a_response_tell_whose_they_are_and_how_it_ends():
+    line, body = encode_part([0, 2], b"a body").split(b"\n")
+    assert (parse_part(line), body) == (((0, 2), 6), b"a body")
+    with pytest.raises(ServerLostError, match=r"^no memory$"):
+        parse_part(encode_failure("no memory"))
+    with pytest.raises(GenerationError, match="not a part of a response"):
+        parse_part(b"{}")

@@ -11,7 +11,7 @@ from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
-from areal_core.controller.server_routes import server_routes
+from areal_core.controller.routes import server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.types import Tally
@@ -98,7 +98,7 @@ async def test_a_stager_that_fails_costs_its_machines_servers_and_no_others(serv
     await pool.join("near", servers[0].url, lambda: version(0))
     await pool.join("far", servers[1].url, lambda: version(0), stager="http://127.0.0.1:1")  # which has version 0
     await pool.load_version(version(1))
-    assert pool.lost == (servers[1].url,)
+    assert pool.registry.lost == (servers[1].url,)
     assert [(server.name, server.loaded) for server in pool.registry.at_work] == [("near", version(1))]
     with pytest.raises(ServerLostError, match=r"http://127\.0\.0\.1:1/stage"):
         await pool.join("far", servers[1].url, lambda: version(1), stager="http://127.0.0.1:1")
@@ -112,21 +112,6 @@ async def test_what_a_server_decodes_for_a_controller_that_is_gone_ends_before_i
     assert servers[0].updates().count(aborted) == bool(orphans)
     if orphans:
         assert servers[0].updates()[:2] == [aborted, ("/resume", None)]
-
-
-async def test_requests_go_to_the_server_with_the_fewest_completions(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        server.release.clear()
-        await pool.join(name, server.url, lambda: version(0))
-    calls = [asyncio.ensure_future(ask(pool, "big", n=5))]
-    await servers[0].started("big")
-    calls += [asyncio.ensure_future(ask(pool, f"small-{i}", n=2)) for i in range(3)]
-    await servers[1].started("small-0", "small-1", "small-2")
-    calls.append(asyncio.ensure_future(ask(pool, "last", n=1)))
-    await servers[0].started("last")
-    for server in servers:
-        server.release.set()
-    assert await asyncio.gather(*calls) == [[WHOLE] * n for n in (5, 2, 2, 2, 1)]
 
 
 async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
@@ -190,38 +175,11 @@ async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monk
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert pool.lost == (servers[0].url,)
+    assert pool.registry.lost == (servers[0].url,)
     assert counters.uncounted() == 2 * 24
 
 
 # -- what servers have counted -----------------------------------------------------------------------------------------
-
-
-async def test_what_servers_count_is_kept_when_they_leave_and_when_they_are_lost(servers, pool):
-    counters = pool.counters
-    for name, server, counted in zip("ab", servers, (100, 4), strict=True):
-        server.counted = counted  # before it joined: none of the run's
-        await pool.join(name, server.url, lambda: version(0))
-    assert counters.generated() == 0
-    servers[0].counted, servers[1].counted = 130, 9
-    await pool.loads()
-    assert counters.generated() == 30 + 5
-    servers[0].counted = 140  # its last report, as it leaves
-    await pool.leave("a")
-    await ask(pool, "group-1-0", n=3)  # completed after the last report
-    servers[1].release.clear()
-    call = asyncio.ensure_future(ask(pool, "group-2-0", n=2))
-    await servers[1].started("group-2-0")
-    await servers[1].__aexit__()
-    with pytest.raises(ServerLostError):
-        await call
-    assert counters.generated() == 40 + 5
-    assert counters.uncounted() == (3 + 2) * 24
-    servers[0].counted = 500  # meanwhile, for others
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].counted = 507
-    await pool.loads()
-    assert counters.generated() == 40 + 5 + 7
 
 
 async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tmp_path):
@@ -250,32 +208,6 @@ async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
         updates = third.updates()
         await pool.load_version(version(4))
         assert third.updates() == updates
-
-
-async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
-    await both(servers, pool)
-    assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
-    await pool.abort_all()
-    assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
-    servers[0].broken["/load"] = 500
-    assert len(await pool.loads()) == 1
-    assert pool.room == 10
-
-
-@pytest.mark.parametrize("status", [404, 503])
-async def test_what_failed_is_lost_until_it_joins_again(servers, pool, status):
-    await both(servers, pool)
-    servers[0].broken["/health"] = status
-    await pool.check()
-    assert (pool.lost, pool.room) == ((servers[0].url,), 10)
-    servers[0].broken["/weight_info"] = 500
-    with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, lambda: version(0))
-    assert pool.lost == (servers[0].url,)
-    servers[0].broken.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    await pool.leave("b")
-    assert pool.lost == ()
 
 
 # -- completions that were interrupted ---------------------------------------------------------------------------------
@@ -314,25 +246,10 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
     await pool.close()
 
 
-async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool, monkeypatch):
-    monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
-    await pool.join("a", servers[0].url, lambda: version(0))
-    client = GenerationClient(servers[0].url)
-    await client.pause()  # what comes now waits
-    await client.close()
-    servers[0].hanging.add("/resume")
-    call = asyncio.ensure_future(ask(pool))
-    await servers[0].started("r")
-    async with asyncio.timeout(5):
-        await pool.leave("a")
-    with pytest.raises(ServerLostError, match="taken out while it served r"):
-        await call
-
-
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     freed, pending = [], PendingCompletions(request(n=4))
-    pool.subscribe(lambda: freed.append(pool.room))
+    pool.freed = lambda: freed.append(pool.room)
     servers[0].release.clear()
     servers[0].early["r"] = [1, 2]
     call = asyncio.ensure_future(pool.generate(pending))
@@ -361,7 +278,7 @@ async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(serve
     pending.take = refusing
     with pytest.raises(GenerationError, match="unreadable"):
         await pool.generate(pending)
-    assert (pending.unfinished(), pool.room, pool.lost) == ([1], 10, ())
+    assert (pending.unfinished(), pool.room, pool.registry.lost) == ([1], 10, ())
 
 
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
@@ -388,13 +305,6 @@ async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     assert pending.unfinished() == [0, 1]
     assert pending.sampled().tokens == 4
     assert servers[0].requests.keys() | servers[1].requests.keys() == {"r"}
-
-
-async def test_a_server_with_other_routes_does_not_join(pool):
-    async with FakeServer("0.31.0") as other:
-        with pytest.raises(GenerationError, match=r"runs vLLM 0\.31\.0; needed is vLLM 0\.32\.0"):
-            await pool.join("a", other.url, lambda: version(0))
-    assert (pool.room, pool.lost) == (0, ())
 
 
 async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
@@ -463,19 +373,6 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
         await pool.join("b", servers[1].url, lambda: version(1))
     assert [server.loading for server in pool.registry.servers] == [None]
     assert not pool.registry.exclusive.locked()
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_a_server_that_has_not_joined_leaves_or_gives_way_to_another_of_its_name(servers, pool, leaves):
-    servers[0].hanging.add("/update_weights")
-    first = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
-    await asked(servers[0], "/update_weights")
-    async with asyncio.timeout(5):
-        await (pool.leave("a") if leaves else pool.join("a", servers[1].url, lambda: version(1)))
-        with pytest.raises(ServerLostError, match=f"a at {servers[0].url} was taken out before it had joined"):
-            await first
-    there = [(one.url, one.incarnation) for one in pool.registry.servers]
-    assert (there, pool.lost) == ([] if leaves else [(servers[1].url, 2)], ())
 
 
 async def waited(event):

@@ -256,24 +256,6 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     assert (status.step, status.accuracy) == (2, 0.7)
 
 
-def test_tokens_a_second_are_those_of_the_emulated_cluster(ledger: TrajectoryLedger, outbox: Outbox) -> None:
-    engines = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated", "minibatches": 1}}
-    changed = engines | {"emulation": {"speed": 50.0, "tokens_per_token": 200}, "stop": {"score": None}}
-    values = CONFIG.to_dict()
-    config = load(values | {name: values[name] | given for name, given in changed.items()})
-    clock = Clock()
-    recorder = Recorder(config, ledger, outbox, clock=clock)
-    recorder.start_clock()
-    clock.now += 5.0
-    publish(recorder, ledger, 1)
-    summary = recorder.summary(run_id="r", ending=ending(1))
-    assert summary.effective_tokens_per_s == summary.tokens.consumed / 5.0 * 200 / 50
-    assert outbox.history()["throughput/effective_tokens_per_s"] == [(1, summary.effective_tokens_per_s)]
-    assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (None, None, None)
-    assert summary.emulated == "qwen-1.5b on 2 h800, 50 s in one, 200 tokens as one"
-    assert recorder.status(version=1, finished=None, lost_servers=()).emulated
-
-
 def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder.start_clock()

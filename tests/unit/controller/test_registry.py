@@ -124,26 +124,6 @@ async def free(registry):
         return True
 
 
-async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_turn(registry):
-    stale, there = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    there.loaded = registry.target = version(1)
-    asked = []
-
-    async def call(server):
-        asked.append(server)
-        assert (server.state.value, there.state.value) == ("updating", "serving")
-        assert registry.exclusive.locked()
-
-    async with registry.exclusive:
-        update = asyncio.ensure_future(registry.update(version(1), call))
-        await asyncio.sleep(0)
-        assert stale.state.value == "serving"
-    await update
-    assert asked == [stale]
-    assert (stale.state.value, stale.loaded) == ("serving", version(1))
-    assert await free(registry)
-
-
 async def nothing(_):
     pass
 

@@ -69,22 +69,6 @@ def test_runs_do_not_see_each_other(outbox: Outbox, tmp_path: Path) -> None:
     assert outbox.ended() is None
 
 
-def test_params_keep_the_first_value_and_tags_the_last(outbox: Outbox) -> None:
-    outbox.params({"a": "1"})
-    outbox.params({"a": "2", "b": "3"})
-    outbox.tags({"a": "0", "b": "1"})
-    outbox.tags({"a": "1"})
-    assert outbox.pending_labels("param", 10) == {"a": "1", "b": "3"}
-    sending = outbox.pending_labels("tag", 10)
-    assert sending == {"a": "1", "b": "1"}
-    outbox.tags({"a": "2"})  # changed while it is sent
-    outbox.settle_labels("tag", sending)
-    assert outbox.pending_labels("tag", 10) == {"a": "2"}
-    outbox.settle_labels("tag", {"a": "2"})
-    outbox.tags({"a": "2"})
-    assert outbox.pending_labels("tag", 10) == {}
-
-
 def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
     outbox.document("staleness_histogram", 5, {"counts": {"0": 1}})
     sending = outbox.pending_document()
@@ -101,23 +85,17 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
 
 def test_refused_items_wait_no_more_and_keep_the_reason(outbox: Outbox) -> None:
     outbox.log([row(step=1), row(step=2)])
-    outbox.tags({"a": "1"})
-    outbox.document("config", 0, {"seed": 1})
+    outbox.document("dataset_report", 0, {"rows": 1})
     document = outbox.pending_document()
     assert document is not None
     outbox.settle_metrics([row(step=1)], "too early")
-    outbox.settle_labels("tag", {"a": "1"}, "too short")
     outbox.settle_document(document, "too large")
     assert outbox.unsent() == 1
-    assert [str(one) for one in outbox.refusals()] == [
-        "point reward of step 1: too early",
-        "tag a: too short",
-        "document config of step 0: too large",
-    ]
-    outbox.tags({"a": "2"})  # others than were refused
-    outbox.document("config", 0, {"seed": 2})
-    assert outbox.unsent() == 3
-    assert [one.kind for one in outbox.refusals()] == ["point"]
+    refused = ["point reward of step 1: too early", "document dataset_report of step 0: too large"]
+    assert outbox.refusals() == refused
+    outbox.document("dataset_report", 0, {"rows": 2})  # another than was refused
+    assert outbox.unsent() == 2
+    assert outbox.refusals() == refused[:1]
     assert outbox.history() == {"reward": [(1, 0.5), (2, 0.5)]}  # the run's own record
 
 
@@ -149,7 +127,7 @@ def test_full_outbox_takes_points_and_no_tables(
 
 
 def test_unknown_document_and_unusable_path_are_refused(outbox: Outbox, tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match="document kind 'picture': must be one of dataset_report, config, "):
+    with pytest.raises(TrackingError, match="document kind 'picture': must be one of dataset_report, evaluation, "):
         outbox.document("picture", 1, {})
     with pytest.raises(TrackingError, match="can't open the outbox"):
         Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")
