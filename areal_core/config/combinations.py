@@ -167,7 +167,7 @@ def _check_hosts(config: RunConfig) -> None:
     hosts, ranks, remote = config.training.hosts, config.trainer_processes, "trainer" in config.remote_roles
     head_trains, started_by_hand = config.launch.head_trains, config.provision.kind == "local"
     wanted = "true unless machines that you start train (launch.remote_roles=trainer or both, provision=local)"
-    require(head_trains or (remote and started_by_hand), "launch.head_trains", wanted, "false")
+    require(head_trains or (remote and started_by_hand), "launch.head_trains", wanted, head_trains)
     wanted = "1 unless other machines train (launch.remote_roles=trainer or both)"
     require(remote or hosts == 1, "training.hosts", wanted, hosts)
     wanted = (
