@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from areal_core.config.schema import load
@@ -66,24 +65,22 @@ def test_servers_of_several_devices() -> None:
     }  # fmt: skip
 
 
-def test_the_pace_of_decoding_is_the_line_through_what_was_seen() -> None:
-    completions = np.array([10.0, 40.0, 80.0, 95.0])
-    found = decode_pace(completions, FIXED_S + COMPLETION_S * completions, [1.0, 2.0, 1.0, 5.0])
-    assert (found.fixed_s, found.completion_s) == (pytest.approx(FIXED_S), pytest.approx(COMPLETION_S))
-    assert found.tokens_per_s(SLOTS) == pytest.approx(GENERATED)
-
-
-def test_neither_part_of_the_pace_is_negative() -> None:
-    faster_with_more = decode_pace([10.0, 100.0], [0.02, 0.01], [1.0, 1.0])
-    assert (faster_with_more.fixed_s, faster_with_more.completion_s) == (pytest.approx(0.015), 0.0)
-    all_of_it_grows = decode_pace([10.0, 100.0], [0.001, 0.02], [1.0, 1.0])
-    assert all_of_it_grows.fixed_s == pytest.approx(0.0)
-    assert all_of_it_grows.completion_s > 0
-
-
-def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
-    found = decode_pace([50.0, 51.0], [0.015, 0.016], [1.0, 1.0])
-    assert (found.fixed_s, found.completion_s) == (pytest.approx(0.0155), 0.0)
+@pytest.mark.parametrize(
+    ("completions", "seconds", "fixed_s", "completion_s"),
+    [
+        pytest.param([10, 40, 80, 95], None, FIXED_S, COMPLETION_S, id="a line"),
+        pytest.param([10, 100], [0.02, 0.01], 0.015, 0.0, id="faster with more"),
+        pytest.param([10, 100], [0.001, 0.02], 0.0, 0.0105 / 55, id="all of it grows"),
+        pytest.param([50, 51], [0.015, 0.016], 0.0155, 0.0, id="loads that are alike"),
+    ],
+)
+def test_the_pace_of_decoding_is_the_line_through_the_measured_loads(
+    completions: list[float], seconds: list[float] | None, fixed_s: float, completion_s: float
+) -> None:
+    """Neither of its parts is negative."""
+    seconds = seconds or [FIXED_S + COMPLETION_S * n for n in completions]
+    found = decode_pace(completions, seconds, [1.0, 2.0, 1.0, 5.0] if len(completions) > 2 else [1.0, 1.0])
+    assert (found.fixed_s, found.completion_s) == (pytest.approx(fixed_s), pytest.approx(completion_s))
 
 
 def test_rates_are_those_of_the_metrics() -> None:
