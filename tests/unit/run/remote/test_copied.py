@@ -93,7 +93,7 @@ def test_a_copy_has_what_processes_read(head_node: HeadNode, node: Callable[...,
         assert (run.root / "model" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_files_of_the_model_that_are_whole_are_not_copied_again(
+def test_files_of_the_model_that_are_whole_are_not_copied_again_and_changed_ones_are_refused(
     head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
@@ -114,16 +114,13 @@ def test_files_of_the_model_that_are_whole_are_not_copied_again(
     (model / ".arriving").write_bytes(b"half")
     (model / "of-another-model.txt").touch()
     copied.clear()
-    node(head).take()
+    again = node(head)
+    again.take()
+    again.end()
     assert copied == ["/model/model.safetensors"]
     assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors", "two words.txt"]
-
-
-def test_a_damaged_model_is_an_error_that_names_it(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    head = head_node.head()
-    machine = node(head)
-    assert machine.copy.find(1.0, machine.stop)
     (head_node.model / "config.json").write_text("changed")
+    (model / "config.json").unlink()
     with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its digest is "):
         node(head).take()
 
@@ -175,17 +172,17 @@ def test_a_head_node_that_has_moved_is_noted_for_ranks(head_node: HeadNode, node
 
 def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:
     there = head_node.run
-    store = Path(there.info().checkpoint_url)
-    store.mkdir(parents=True)
-    (store / "lease.json").write_text("{}")
-    write_json(there.ready_file("rendezvous"), {"pid": 5, "url": "tcp://h:1"})
+    lease = Path(there.info().checkpoint_url, "lease.json")
+    lease.parent.mkdir(parents=True)
+    lease.write_text("{}")
     here = node(head_node.head()).take(TRAINER).run
-    wait_for(lambda: here.ready_info("rendezvous") == {"pid": 5, "url": "tcp://h:1"})
-    write_json(here.ready_file("trainer", 1), {"pid": 9, "url": None})
-    wait_for(lambda: there.ready_info("trainer", 1) == {"pid": 9, "url": None})
-    write_json(there.ready_file("trainer", 0), {"pid": 4, "url": None})
-    wait_for(lambda: here.ready_info("trainer", 0))
-    assert here.ready_info("trainer", 1) == {"pid": 9, "url": None}
+    own, other = {"pid": 9, "url": None}, {"pid": 4, "url": "tcp://h:1"}
+    write_json(here.ready_file("trainer", 1), own)
+    wait_for(lambda: there.ready_info("trainer", 1) == own)
+    for role in ("trainer", "rendezvous"):
+        write_json(there.ready_file(role), other)
+    wait_for(lambda: here.ready_info("trainer") == here.ready_info("rendezvous") == other)
+    assert here.ready_info("trainer", 1) == own
 
 
 def test_what_processes_write_is_on_the_head_node_at_the_end(head_node: HeadNode, node: Callable[..., Node]) -> None:
@@ -301,27 +298,25 @@ def test_what_is_refused_before_anything_is_begun(
         node(head, "file/node").take()
 
 
-def test_what_answers_and_is_no_head_node(node: Callable[..., Node], serve: Any) -> None:
+def test_answers_of_other_servers_are_refused(node: Callable[..., Node], serve: Any) -> None:
     from aiohttp import web
 
-    def app(status: int, text: str) -> Callable[[], web.Application]:
-        async def answer(_: web.Request) -> web.Response:
+    wrong = {"run_id": "../../etc", "ended": None, "config": {}, "info": {}, "model": {}}
+    cases = [
+        (404, "", r"GET /run is answered with 404$"),
+        (200, "{}", r"GET /run says nothing of one$"),
+        (200, json.dumps(wrong), r"^--head: a run or a file of its model has a name that is none"),
+        (200, json.dumps(wrong | {"run_id": "r", "model": {"../token": {}}}), r"^--head: a run or a file of its"),
+    ]
+    for status, text, line in cases:
+
+        async def answer(_: web.Request, status: int = status, text: str = text) -> web.Response:
             return web.Response(status=status, text=text)
 
-        def make() -> web.Application:
-            made = web.Application()
-            made.router.add_get("/run", answer)
-            return made
+        def make(answer: Any = answer) -> web.Application:
+            app = web.Application()
+            app.router.add_get("/run", answer)
+            return app
 
-        return make
-
-    wrong = {"run_id": "../../etc", "ended": None, "config": {}, "info": {}, "model": {}}
-    cases = {
-        app(404, ""): r"GET /run is answered with 404$",
-        app(200, "{}"): r"GET /run says nothing of one$",
-        app(200, json.dumps(wrong)): r"^--head: a run or a file of its model has a name that is none",
-        app(200, json.dumps(wrong | {"run_id": "r", "model": {"../token": {}}})): r"^--head: a run or a file of its",
-    }
-    for make, line in cases.items():
         with pytest.raises(ConfigError, match=line):
             node(Head(serve(make), "t")).copy.find(1.0, StopSignal())
