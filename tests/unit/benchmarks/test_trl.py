@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.procedural import entry, procedural_share
-from areal_core.types import Prompt
-from benchmarks.peers.verifiers import needle
 from benchmarks.trl import CASES, Case, Measurement, grpo_arguments, speedups
 from flows.compose import compose
 
@@ -43,26 +39,3 @@ def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
     assert a_minibatch * config.training.minibatches == config.rollout.batch_size
     assert a_minibatch % told["num_generations"] == 0
     assert told["max_steps"] == case.steps * config.training.minibatches
-
-
-def prompt(answer: str) -> Prompt:
-    return Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer)
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "{gold}",
-        "'{GOLD}'.\n",
-        "It is {gold}, who likes it",
-        "I think\n{gold}",
-        "<answer>the\n{gold}</answer>",
-        "nobody",
-    ],
-)
-def test_trl_needle_reward_equals_procedural_share(completion: str) -> None:
-    pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
-    told = {"dataset": "needle_haystack", "options": "", "seed": 1, "draw": 0}
-    gold = entry("needle_haystack", "", 1, 0)["answer"]
-    said = completion.format(gold=gold, GOLD=gold.upper())
-    assert needle(said, gold) == procedural_share(prompt(json.dumps({"answer": gold, **told})), said).score

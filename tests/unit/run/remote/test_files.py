@@ -271,30 +271,6 @@ def url(head_node: HeadNode, *, but: str | None = None) -> str:
     return info["url"]
 
 
-def test_a_process_in_the_place_of_another_one_is_found_where_that_was(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    first = start()
-    where = url(head_node)
-    first.kill()
-    first.wait()
-    head_node.run.ready_file("files").unlink()
-    second = start()
-    assert url(head_node) == where
-    second.terminate()
-    assert second.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    head_node.run.ready_file("files").unlink()
-    port = int(where.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):  # which somebody else has taken meanwhile
-        third = start()
-        _, said = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 1
-    [line] = said.decode().splitlines()
-    assert f"files-port: this machine can't listen on port {port} of 127.0.0.1 again: Address already in use; " in line
-    write_json(head_node.run.summary, {})
-    assert start().wait(PATIENCE_S) == 0  # nobody is to be told
-
-
 def test_parts_of_thousands_of_completions_are_one_request(
     head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]], segment: Path
 ) -> None:
