@@ -51,20 +51,6 @@ def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
     assert {split.ranks for split in splits(small, measured(20, 4))} == set(range(1, 17))
 
 
-def test_servers_of_several_devices() -> None:
-    wide = load(
-        {
-            "launch": {"accelerator": "cuda", "devices": 8},
-            "generation": {"engine": "vllm", "slots": SLOTS, "vllm": {"tensor_parallel": 2}},
-            "training": {"ranks": 2, "minibatches": 1},
-            "rollout": {"batch_size": 1024},
-        }
-    )
-    assert {(split.servers, split.ranks) for split in splits(wide, measured(3, 2))} == {
-        (3, 1), (3, 2), (2, 3), (2, 4), (1, 5), (1, 6),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("completions", "seconds", "fixed_s", "completion_s"),
     [
@@ -116,15 +102,21 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
         splits_of_run(run)
 
 
-@pytest.mark.parametrize("fields", [{"mode": "sync"}, {"rollout": {"max_staleness": 0}}, {}])
-def test_where_stages_share_devices_there_is_no_split(fields: dict[str, Any]) -> None:
-    assert rates(load(fields), curves(2, 2, 9)) is None
-
-
-def test_too_little_was_measured() -> None:
-    assert rates(config(4, 4), {}) is None
-    empty = curves(4, 4, 9) | {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}
-    assert rates(config(4, 4), empty) is None
+@pytest.mark.parametrize(
+    ("fields", "points"),
+    [
+        ({"mode": "sync"}, {}),
+        ({"rollout": {"max_staleness": 0}}, {}),
+        ({}, {}),
+        (None, None),
+        (None, {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}),
+    ],
+)
+def test_stages_that_share_devices_and_runs_that_measured_too_little_tell_no_rates(
+    fields: dict[str, Any] | None, points: dict[str, Any] | None
+) -> None:
+    chosen = config(4, 4) if fields is None else load(fields)
+    assert rates(chosen, {} if points is None else curves(4, 4, 9) | points) is None
 
 
 def test_the_advice_is_one_sentence() -> None:

@@ -58,7 +58,6 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "the following arguments are required: role"),
         (["generation"], "the following arguments are required: --head, --token-file, --folder, --address"),
         (["trainer"], "the following arguments are required: --head, --token-file, --folder, --address, --node"),
         (
@@ -234,25 +233,6 @@ def test_a_machine_that_leaves_has_its_servers_leave_first(head_node: HeadNode, 
     assert sorted(controller.left) == [("generation-0", True), ("generation-1", True)]
     assert played.lines[-1] == "this machine leaves the run: it is reclaimed"
     assert len(controller.joined) == 2
-
-
-def test_a_machine_that_leaves_a_run_without_a_controller_ends_all_the_same(
-    head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registration, "_RESPONSE_S", 0.1)
-    known, server_ready = threading.Event(), registration.ServerRegistration.server_ready
-
-    def noticed(self: registration.ServerRegistration, index: int, info: dict[str, Any]) -> None:
-        server_ready(self, index, info)
-        known.set()
-
-    monkeypatch.setattr(registration.ServerRegistration, "server_ready", noticed)
-    played = part()
-    wait_for(known.is_set)
-    played.worker.leave("it is reclaimed")
-    assert played.end() is None
-    assert played.running.result() == "left"
-    assert any(line.startswith("generation-0 ends without having left the run") for line in played.lines)
 
 
 def test_who_leaves_before_there_is_a_run_waits_for_none(tmp_path: Path) -> None:
