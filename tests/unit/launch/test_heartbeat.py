@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -14,13 +15,15 @@ import pytest
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
 
+STARTING = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing="starting", waits_for=None)
 Beat = Callable[[], Heartbeat]
 
 
 @pytest.fixture
 def beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
     """The next record of a process that has said nothing yet."""
-    monkeypatch.setattr(heartbeat, "_said", heartbeat._Said())
+    monkeypatch.setattr(heartbeat, "_said", dataclasses.replace(STARTING))
+    monkeypatch.setattr(heartbeat, "_loop", None)
     numbers = itertools.count(1)
 
     def beat() -> Heartbeat:
@@ -33,8 +36,7 @@ def beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
 
 
 def test_a_process_says_what_it_does_and_whom_it_waits_for(beat: Beat) -> None:
-    first = Heartbeat(pid=os.getpid(), beats=1, turns=None, progress=0, doing="starting", waits_for=None)
-    assert beat() == first
+    assert beat() == dataclasses.replace(STARTING, pid=os.getpid(), beats=1)
     heartbeat.say("step 1: training")
     with heartbeat.waiting("the store", "a checkpoint"):
         heartbeat.say("a checkpoint", waits_for="the store")  # the same words are no progress
