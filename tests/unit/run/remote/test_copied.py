@@ -21,7 +21,7 @@ from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
 from areal_core.launch.supervisor import StopSignal
 from areal_core.run.remote import copied as module
-from areal_core.run.remote.copied import CopiedFolder, Place, RunLostError
+from areal_core.run.remote.copied import CopiedFolder, Place
 from areal_core.run.remote.share import Share
 from areal_core.run.supervision import Supervision
 from areal_core.storage.rundir import write_json
@@ -124,19 +124,6 @@ def test_files_of_the_model_that_are_whole_are_not_copied_again_and_changed_ones
         node(head).take()
 
 
-def test_a_head_node_that_goes_before_the_copy_is_made(
-    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "NO_HEAD_S", 0.3)
-    monkeypatch.setattr(module, "_CLAIM_S", 0.3)
-    machine = node(head_node.head())
-    find = machine.copy.find(1.0, machine.stop)
-    monkeypatch.setattr(machine.copy, "find", lambda *_: find)
-    head_node.close()
-    with pytest.raises(RunLostError, match=r"^the head node at \S+ does not answer"):
-        machine.take()
-
-
 def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable[..., Node]) -> None:
     there = head_node.run
     write_json(there.ready_file("controller"), {"pid": 1, "url": "http://c:1"})
@@ -232,6 +219,15 @@ def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
     with pytest.raises(ProcessError, match=r"^the head node has said nothing for 1 s: run r has ended, or can't be"):
         wait_for(place.ended)
     assert machine.failure is None
+
+
+def test_another_run_at_the_same_address(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    machine = node(head_node.head())
+    machine.take()
+    head_node.files._looked_at = float("inf")
+    head_node.files._state["run_id"] = "other"
+    wait_for(lambda: machine.failure)
+    assert str(machine.failure) == "the head node runs other now: run r has ended"
 
 
 def test_a_share_that_another_machine_has_until_it_leaves(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -211,7 +210,9 @@ NO_SEGMENTS = (
     "..%2Fpayloads%2F000002-000007",
     f"{'1' * 999}-000001",
 )
-NO_SHARES = (b"", b"{", b"[]", b'{"role": "generation"}', b'{"role": 1}', b"\xff")
+BEAT = {"pid": 7, "beats": 3, "turns": 2, "progress": 9, "doing": "x" * 1000, "waits_for": None}
+BOUNDS = ({"first": -1}, {"count": 0}, {"address": "x" * 1000}, {"heartbeats": {"generation-0": BEAT}})
+NO_SHARES = (b"", b"{", b"[]", b'{"role": 1}', b"\xff", *(json.dumps(SAID | fields).encode() for fields in BOUNDS))
 LOG = "nodes/b/logs/generation-0.log?offset=0"
 
 
@@ -280,24 +281,6 @@ def test_parts_of_thousands_of_completions_are_one_request(
     spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
     with closing(Head(url(head_node), head_node.run.token()).session()) as session:
         assert session.ask("GET", f"/payloads/{segment.stem}?spans={spans}") == (200, data[: len(data) // 2])
-
-
-def test_a_taken_port_and_an_absent_model_are_one_line(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    def said(**launch: Any) -> str:
-        process = start(**launch)
-        _, error = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 1
-        [line] = error.decode().splitlines()
-        return line.removeprefix("areal: error: ")
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = f"launch.files_port: this machine can't listen on port {port} of 127.0.0.1: "
-        assert said(files_port=port).startswith(line)
-    head_node.model.rename(head_node.model.with_name("moved"))
-    assert said() == f"[Errno 2] No such file or directory: '{head_node.model}'"
 
 
 def test_remote_workers_hear_of_an_end_before_it_ends(
