@@ -10,6 +10,7 @@ clocks of several machines don't matter.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]  # bounds are for records t
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Heartbeat:
     """One record of a process."""
 
@@ -47,17 +48,8 @@ class Heartbeat:
     waits_for: Text | None  # a process, or a part of the run: while it waits it owes no progress
 
 
-class _Said:
-    """What this process has said last."""
-
-    progress = 0
-    doing = STARTING
-    waits_for: str | None = None
-    loop: asyncio.AbstractEventLoop | None = None
-    turns = 0
-
-
-_said = _Said()
+_said = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing=STARTING, waits_for=None)  # by this process, last
+_loop: asyncio.AbstractEventLoop | None = None
 
 
 def start(file: Path) -> None:
@@ -69,7 +61,8 @@ def start(file: Path) -> None:
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
     """The main loop of this process is an event loop: from now on it has to turn."""
-    _said.loop = loop
+    global _loop
+    _loop, _said.turns = loop, 0
 
 
 def progressed() -> None:
@@ -115,26 +108,17 @@ def _go_on(file: Path) -> None:
 
 
 def _beat(file: Path, beats: int) -> None:
-    turns = None
-    if (loop := _said.loop) is not None:
-        turns = _said.turns
+    now = dataclasses.replace(_said, pid=os.getpid(), beats=beats)
+    if _loop is not None:
         with suppress(RuntimeError):  # it is closed: the process ends
-            loop.call_soon_threadsafe(_turn)
-    now = Heartbeat(
-        pid=os.getpid(),
-        beats=beats,
-        turns=turns,
-        progress=_said.progress,
-        doing=_said.doing,
-        waits_for=_said.waits_for,
-    )
+            _loop.call_soon_threadsafe(_turn)
     with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
         write(file, now)
 
 
 def write(file: Path, heartbeat: Heartbeat) -> None:
     """Put a record in the place of the last one. Raises OSError."""
-    record = json.dumps(asdict(heartbeat)).encode().ljust(_RECORD_BYTES)
+    record = json.dumps(dataclasses.asdict(heartbeat)).encode().ljust(_RECORD_BYTES)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, record, 0)
@@ -143,4 +127,4 @@ def write(file: Path, heartbeat: Heartbeat) -> None:
 
 
 def _turn() -> None:
-    _said.turns += 1
+    _said.turns = (_said.turns or 0) + 1

@@ -62,7 +62,7 @@ def start(role: str, index: int | None = None) -> None:
     rank = int(os.environ["RANK"]) if role == "trainer" and "RANK" in os.environ else None
     source = Source(role, int(os.environ.get(INDEX, "0")) if index is None else index, rank)
     handler = logging.StreamHandler()
-    handler.setFormatter(formatter(os.environ.get(FORMAT), source))
+    handler.setFormatter(Formatter(os.environ.get(FORMAT), source))
     logging.basicConfig(handlers=[handler])
     for ours in ("areal_core", "__main__"):
         logging.getLogger(ours).setLevel(logging.INFO)
@@ -83,7 +83,7 @@ class Journal:
 
     def __init__(self, path: Path, launch: LaunchConfig, source: Source, tell: Callable[[str], None]) -> None:
         handler = _JournalFile(path, maxBytes=launch.log_bytes, backupCount=launch.log_files, delay=True)
-        handler.setFormatter(formatter(launch.log_format, source))
+        handler.setFormatter(Formatter(launch.log_format, source))
         self._logger = logging.Logger(source.name)  # without a parent: nothing goes on to the root's handlers
         self._logger.addHandler(handler)
         self._tell = tell
@@ -101,48 +101,34 @@ class _JournalFile(RotatingFileHandler):
             super().handleError(record)
 
 
-def formatter(log_format: str | None, source: Source) -> logging.Formatter:
-    """The formatter of a `launch.log_format`; None: that for a person."""
-    return _Plain() if log_format is None else {"text": _Text, "json": _Json}[log_format](source)
+class Formatter(logging.Formatter):
+    """That of a `launch.log_format`; None: messages alone, for a person."""
 
-
-class _Plain(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return _shown(record.levelname, _safe(super().format(record), record))
-
-
-class _Text(logging.Formatter):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, log_format: str | None, source: Source) -> None:
         super().__init__()
-        self._name = source.name
+        self._format, self._source = log_format, source
 
     def format(self, record: logging.LogRecord) -> str:
-        step = _step_of(record)
+        """A message stays on one line, as it may quote a completion. A traceback keeps its lines."""
+        source, message, step = self._source, record.getMessage(), getattr(record, "step", _step)
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if self._format == "json":
+            values = {
+                "time": when,
+                "level": record.levelname,
+                "role": source.role,
+                "index": source.index,
+                "rank": source.rank,
+                "step": step,
+                "message": message,
+                "traceback": self.formatException(record.exc_info) if record.exc_info else None,
+            }
+            return json.dumps({name: value for name, value in values.items() if value is not None})
+        text = printable(message) + printable_lines(super().format(record).removeprefix(message))
+        if self._format is None:
+            return _shown(record.levelname, text)
         at = "" if step is None else f"[step {step}] "
-        return f"{_time(record)} {record.levelname} {self._name} {at}{_safe(super().format(record), record)}"
-
-
-def _safe(text: str, record: logging.LogRecord) -> str:
-    """A formatted record, whose message stays on one line: it may quote a completion. A traceback keeps its lines."""
-    message = record.getMessage()
-    return printable(message) + printable_lines(text.removeprefix(message))
-
-
-class _Json(logging.Formatter):
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self._source = {"role": source.role, "index": source.index, "rank": source.rank}
-
-    def format(self, record: logging.LogRecord) -> str:
-        values = {
-            "time": _time(record),
-            "level": record.levelname,
-            **self._source,
-            "step": _step_of(record),
-            "message": record.getMessage(),
-            "traceback": self.formatException(record.exc_info) if record.exc_info else None,
-        }
-        return json.dumps({name: value for name, value in values.items() if value is not None})
+        return f"{when} {record.levelname} {source.name} {at}{text}"
 
 
 def plain(line: str, name: str) -> list[str]:
@@ -172,30 +158,18 @@ def _shown(level: str, message: str) -> str:
     return f"areal: error: {message}" if level in ("ERROR", "CRITICAL") else message
 
 
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _step_of(record: logging.LogRecord) -> int | None:
-    return getattr(record, "step", _step)
-
-
-def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+def _uncaught(kind: type[BaseException], error: BaseException | None, traceback: Any, where: str = "") -> None:
     if full := _full(error):
-        logger.critical("a disk is full: %s", full)
-    elif issubclass(kind, Exception):
-        logger.critical("uncaught exception", exc_info=(kind, error, traceback))
+        logger.critical("a disk is full%s: %s", where and f",{where}", full)
+    elif where or issubclass(kind, Exception):
+        logger.critical("uncaught exception%s", where, exc_info=(kind, error or kind(), traceback))
     else:
-        sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error or kind(), traceback)
 
 
 def _uncaught_in_thread(thrown: threading.ExceptHookArgs) -> None:
-    name = thrown.thread.name if thrown.thread else "a thread"
-    error = thrown.exc_value or thrown.exc_type()
-    if full := _full(error):
-        logger.critical("a disk is full, in %s: %s", name, full)
-        return
-    logger.critical("uncaught exception in %s", name, exc_info=(thrown.exc_type, error, thrown.exc_traceback))
+    where = f" in {thrown.thread.name if thrown.thread else 'a thread'}"
+    _uncaught(thrown.exc_type, thrown.exc_value, thrown.exc_traceback, where)
 
 
 def _full(error: BaseException | None) -> str | None:

@@ -120,12 +120,7 @@ def lifeline_fds() -> tuple[int, ...]:
     with contextlib.suppress(OSError):  # closed on the way here: a process in between didn't pass it on
         if os.fstat(fd).st_ino == inode:
             return (fd,)
-    return _parents_lifeline(fd, inode)
-
-
-def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
-    """The parent's end of the lifeline, opened again; every later look in this process and below finds it."""
-    try:
+    try:  # the parent's end, opened again; every later look in this process and below finds it
         opened = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return ()

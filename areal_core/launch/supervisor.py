@@ -95,7 +95,7 @@ class StopSignal:
         return bool(poll([self._fd], timeout_s))
 
 
-class FileLock:
+class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """An exclusive lock on a file, of this process and of those that `fd` was handed down to: it is free again when all
     of them have released it or are gone.
 
@@ -132,9 +132,6 @@ class FileLock:
             return True
         finally:
             os.close(fd)
-
-    def __enter__(self) -> FileLock:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -185,8 +182,9 @@ class Supervisor:
                 self._start_absent()
                 self._look_for_hung()
         finally:
-            if self.explains:
-                self._leave_stacks()
+            for child in self._children.values():
+                if self.explains and child.ready and child.watchdog.has_heartbeat:
+                    self._stacks(child)
             try:
                 self._terminate(list(self._children.values()))
             finally:
@@ -250,11 +248,6 @@ class Supervisor:
             self._reap(child)
             self._recover(child, f"{how}; {stacks}: killed")
 
-    def _leave_stacks(self) -> None:
-        for child in self._children.values():
-            if child.ready and child.watchdog.has_heartbeat:
-                self._stacks(child)
-
     def _stacks(self, child: _Member) -> str:
         """Have a process write the stacks of its threads into its log, within seconds; what became of it. One that has
         a heartbeat has a handler for the signal."""
@@ -307,16 +300,15 @@ class Supervisor:
         if child.ready or not self.spec.announces:
             return
         info = self.run_dir.ready_info(self.spec.name, child.index)
-        if (
-            info is not None and info["pid"] == child.process.pid
-        ):  # not of a process that an earlier launcher left dying
-            child.ready, child.deadline = True, math.inf
-            try:
-                _be_nice(child.process.pid, self.spec.nice)
-            except OSError as error:  # slower, but right all the same
-                self._say(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
-            if self.on_ready is not None:
-                self.on_ready(child.index, info)
+        if info is None or info["pid"] != child.process.pid:  # of a process that an earlier launcher left dying
+            return
+        child.ready, child.deadline = True, math.inf
+        try:
+            _be_nice(child.process.pid, self.spec.nice)
+        except OSError as error:  # slower, but right all the same
+            self._say(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
+        if self.on_ready is not None:
+            self.on_ready(child.index, info)
 
     def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""

@@ -43,9 +43,19 @@ class Sweeper:
     def check(self) -> None:
         """Start one where there is none, or none any more."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-                self._tell()
+            if self._process is not None and self._process.poll() is None:
+                return
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, f"{MARK}={self.mark[MARK]}"],
+                # No mark: nobody may sweep it away.
+                env={name: os.environ[name] for name in _KEPT if name in os.environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+            self._tell()
 
     def add(self, session: int, grace_s: float) -> None:
         """From now on it is for the processes of this session, too, which have `grace_s` at least to end in order."""
@@ -65,17 +75,6 @@ class Sweeper:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it was killed just now: the next check starts another one
             os.write(self._process.stdin.fileno(), json.dumps(self._sessions).encode() + b"\n")
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, f"{MARK}={self.mark[MARK]}"],
-            env={name: os.environ[name] for name in _KEPT if name in os.environ},  # no mark: nobody may sweep it away
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
 
 
 def poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:

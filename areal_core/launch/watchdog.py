@@ -45,9 +45,7 @@ class Watchdog:
     """Watches one process from its start on. Says nothing of one that has never had a heartbeat."""
 
     def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
-        self._file = file
-        self._pid = pid
-        self._launch = launch
+        self._file, self._pid, self._launch = file, pid, launch
         self._last: Heartbeat | None = None
         self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
         self.still_s = 0.0  # since it has last got on
@@ -90,8 +88,7 @@ class Standstill:
     """Watches all processes of a run, on whatever machine, by their heartbeats in its folder."""
 
     def __init__(self, folder: Path, launch: LaunchConfig) -> None:
-        self._folder = folder
-        self._launch = launch
+        self._folder, self._launch = folder, launch
         self._beats: dict[str, tuple[int, float]] = {}  # of every process the last one, and the seconds since
         self._last: dict[str, tuple[int, int]] = {}  # pid and progress
         self._still_s = 0.0

@@ -145,13 +145,6 @@ def _number(config: RunConfig) -> int:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def kv_bytes(config: RunConfig, spec: ModelSpec) -> int:
-    """Keys and values of one token on one GPU of a server: 2 x layers x key-value heads of that GPU x their width x
-    bytes of a number."""
-    heads = max(1, spec.kv_heads // _degree(config))
-    return 2 * spec.layers * heads * spec.head_dim * _served_number(config)
-
-
 def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
     """What a server has on one GPU beside its KV cache.
 
@@ -173,8 +166,11 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
 
 
 def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Keys and values of a completion of full length, its prompt included."""
-    return (config.task.max_prompt_tokens + config.task.max_new_tokens) * kv_bytes(config, spec)
+    """Keys and values of a completion of full length, its prompt included. Of one token on one GPU of a server: 2 x
+    layers x key-value heads of that GPU x their width x bytes of a number."""
+    heads = max(1, spec.kv_heads // _degree(config))
+    token = 2 * spec.layers * heads * spec.head_dim * _served_number(config)
+    return (config.task.max_prompt_tokens + config.task.max_new_tokens) * token
 
 
 def _degree(config: RunConfig) -> int:

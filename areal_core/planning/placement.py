@@ -13,39 +13,30 @@ from areal_core.models.spec import ModelSpec
 
 def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
-    straddle two, and for heads that a tensor-parallel group can't partition."""
-    devices, per_host = config.launch.devices, config.launch.devices_per_host or config.launch.devices
-    if devices > per_host:
-        _check_machines(config, per_host)
-    elif config.devices_per_server > per_host:
-        raise ConfigError(
-            f"generation.vllm.tensor_parallel: a server takes {config.devices_per_server} GPUs "
-            f"(tensor_parallel x data_parallel) of one machine, which has {per_host}"
-        )
-    if config.generation_traits.own_server:
-        _check_heads(config.generation.vllm.tensor_parallel, spec)
-
-
-def _check_machines(config: RunConfig, per_host: int) -> None:
+    straddle two, and for heads that a tensor-parallel group can't partition. A server has no more GPUs than the run."""
+    devices, vllm = config.launch.devices, config.generation.vllm
+    per_host = config.launch.devices_per_host or devices
     machine = f"launch.devices_per_host ({per_host})"
-    if config.launch.devices % per_host:
-        raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {config.launch.devices}")
-    vllm = config.generation.vllm
-    if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
-        raise ConfigError(
-            f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
-            f"got {vllm.tensor_parallel}"
-        )
-    if per_host % config.devices_per_server:
-        raise ConfigError(
-            f"generation.vllm.data_parallel: with tensor_parallel={vllm.tensor_parallel} a server takes "
-            f"{config.devices_per_server} GPUs, which must divide {machine}; got {vllm.data_parallel}"
-        )
-    if config.training_ranks % per_host:
-        raise ConfigError(
-            f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
-            f"got {config.training_ranks}"
-        )
+    if devices > per_host:
+        if devices % per_host:
+            raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {devices}")
+        if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
+            raise ConfigError(
+                f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
+                f"got {vllm.tensor_parallel}"
+            )
+        if per_host % config.devices_per_server:
+            raise ConfigError(
+                f"generation.vllm.data_parallel: with tensor_parallel={vllm.tensor_parallel} a server takes "
+                f"{config.devices_per_server} GPUs, which must divide {machine}; got {vllm.data_parallel}"
+            )
+        if config.training_ranks % per_host:
+            raise ConfigError(
+                f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
+                f"got {config.training_ranks}"
+            )
+    if config.generation_traits.own_server:
+        _check_heads(vllm.tensor_parallel, spec)
 
 
 def _check_heads(tensor_parallel: int, spec: ModelSpec) -> None:

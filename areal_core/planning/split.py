@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 
+Floats = Sequence[float] | NDArray[np.float64]
 Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
 _ALIKE = 0.05  # relative: loads that differ by less don't tell how a step depends on them
 
@@ -108,17 +109,14 @@ _NEEDED = (
 )
 
 
-def decode_pace(completions: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> DecodePace:
+def decode_pace(completions: Floats, seconds: Floats, weights: Floats) -> DecodePace:
     """The line nearest to `seconds` a token over running `completions`, by weighted least squares; neither of its parts
     is negative. Loads that are all alike don't tell its slope: then a token takes the same whatever runs."""
-    n, tau, weight = (np.asarray(values, np.float64) for values in (completions, seconds, weights))
-    weight = weight / weight.sum()
-    mean_n, mean_tau = float(weight @ n), float(weight @ tau)
-    spread = float(weight @ (n - mean_n) ** 2)
+    mean_n, mean_tau = (float(np.average(values, weights=weights)) for values in (completions, seconds))
+    spread, together = np.cov(completions, seconds, ddof=0, aweights=weights)[0]
     if spread <= (_ALIKE * mean_n) ** 2:
         return DecodePace(fixed_s=mean_tau, completion_s=0.0)
-    slope = float(weight @ ((n - mean_n) * (tau - mean_tau))) / spread
-    slope = min(max(slope, 0.0), mean_tau / mean_n)
+    slope = min(max(float(together / spread), 0.0), mean_tau / mean_n)
     return DecodePace(fixed_s=mean_tau - slope * mean_n, completion_s=slope)
 
 

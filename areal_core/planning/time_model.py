@@ -108,7 +108,6 @@ class TimeModel:
         self._config = config
         self._device = ACCELERATORS[config.accelerator]
         self.cost = MODELS[config.model]
-        self._weight_bytes = self.cost.weight_bytes
         degree = config.tensor_parallel
         self._bytes_per_s = degree * config.bandwidth_share * 1e9 * self._device.memory_gb_per_s
         self._flops_per_s = degree * 1e12 * self._device.tflops
@@ -117,7 +116,7 @@ class TimeModel:
         self._reduced_s = (
             2 * (degree - 1) / degree * self.cost.spec.hidden_size * _BYTES / (1e9 * self._device.link_gb_per_s)
         )
-        room = degree * config.memory_share * 1e9 * self._device.memory_gb - self._weight_bytes
+        room = degree * config.memory_share * 1e9 * self._device.memory_gb - self.cost.weight_bytes
         self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # that the KV caches of a server hold
         if self.kv_tokens < 1:
             raise ConfigError(
@@ -136,8 +135,10 @@ class TimeModel:
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
         """Prefill of sequences of these lengths: prompts, or sequences whose KV cache was discarded."""
-        rate = self._config.prefill_share * self._config.replicas * self._flops_per_s
-        return self._forward_flops(lengths) / rate
+        squares = sum(length * length for length in lengths)
+        # Causal: on average a token attends to half of its sequence.
+        flops = sum(lengths) * self.cost.flops_per_token + squares / 2 * self.cost.attention_flops
+        return flops / (self._config.prefill_share * self._config.replicas * self._flops_per_s)
 
     def forward_s(self, lengths: Sequence[int], accelerators: int) -> float:
         """A forward pass of the training accelerators over sequences of these lengths: the proximal policy's."""
@@ -150,12 +151,7 @@ class TimeModel:
 
     def transfer_s(self) -> float:
         """Transfer of new weights to a replica, to each of its accelerators its part."""
-        return self._weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
-
-    def _forward_flops(self, lengths: Sequence[int]) -> float:
-        """Causal: on average a token attends to half of its sequence."""
-        squares = sum(length * length for length in lengths)
-        return sum(lengths) * self.cost.flops_per_token + squares / 2 * self.cost.attention_flops
+        return self.cost.weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
 
 
 def completion_length(config: EmulationConfig, share: float) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
@@ -25,12 +26,7 @@ def base_model(config: RunConfig, log: Log) -> Path:
     """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
     if config.model.path is not None:
         return model_folder(config, log)
-
-    def warm_up(folder: Path) -> None:
-        log(f"warming up the base model; later runs reuse {folder}")
-        _warm_up(config, folder, log)
-
-    return _made_once(config, cache_key(config), warm_up)
+    return _made_once(config, cache_key(config), partial(_warm_up, config, log))
 
 
 def model_folder(config: RunConfig, log: Log) -> Path:
@@ -43,18 +39,12 @@ def model_folder(config: RunConfig, log: Log) -> Path:
     if path.suffix != ".gguf":
         return path
 
-    def convert(folder: Path) -> None:
-        from areal_core.models.gguf import convert
-
-        log(f"converting {path.name}; later runs reuse {folder}")
-        convert(path, folder)
-
     try:
         stat = path.stat()
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from None
     content = hashlib.blake2b(f"{_CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
-    return _made_once(config, f"{path.stem}-{content.hexdigest()}", convert)
+    return _made_once(config, f"{path.stem}-{content.hexdigest()}", partial(_convert, path, log))
 
 
 def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Path:
@@ -70,7 +60,15 @@ def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Pa
     return folder
 
 
-def _warm_up(config: RunConfig, folder: Path, log: Log) -> None:
+def _convert(path: Path, log: Log, folder: Path) -> None:
+    from areal_core.models.gguf import convert
+
+    log(f"converting {path.name}; later runs reuse {folder}")
+    convert(path, folder)
+
+
+def _warm_up(config: RunConfig, log: Log, folder: Path) -> None:
+    log(f"warming up the base model; later runs reuse {folder}")
     work = RunDir(folder.with_name(f"{folder.name}.warmup"))
     for path in (work.ready, work.logs):
         path.mkdir(parents=True, exist_ok=True)

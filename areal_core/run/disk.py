@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from areal_core.config.schema import LaunchConfig, RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
 from areal_core.run.folders import Log
 from areal_core.storage.durable import free_inodes
@@ -19,11 +18,10 @@ _GIB = 2**30
 class DiskSpace:
     """Looks at the folders that a run fills: its own, and its store, where that is one."""
 
-    def __init__(self, folders: Mapping[str, Path], launch: LaunchConfig, log: Log) -> None:
-        """`folders` by the fields that move them."""
-        self._folders = dict(folders)
-        self._launch = launch
-        self._log = log
+    def __init__(self, run: RunDir, config: RunConfig, log: Log) -> None:
+        store = store_folder(config.storage.url)
+        self._folders = {"state_dir": run.root} | ({} if store is None else {"storage.url": store})
+        self._launch, self._log = config.launch, log
         self._told: set[tuple[str, str]] = set()
 
     def look(self) -> None:
@@ -48,14 +46,6 @@ class DiskSpace:
         if free < low and (field, unit) not in self._told:
             self._told.add((field, unit))
             self._log(f"{left}, less than {low:g} (launch.disk_low_{unit.lower()})")
-
-
-def disk_space(run: RunDir, config: RunConfig, log: Log) -> DiskSpace:
-    """That of a run."""
-    folders = {"state_dir": run.root}
-    if (store := store_folder(config.storage.url)) is not None:
-        folders["storage.url"] = store
-    return DiskSpace(folders, config.launch, log)
 
 
 def store_folder(url: str) -> Path | None:

@@ -113,34 +113,34 @@ async def _evaluated(
 ) -> list[Result]:
     run.forget_ready()
     results: list[Result] = []
-    async with _Servers(run, log) as servers:
+    servers = _Servers(run, log)
+    try:
         for benchmark in benchmarks:
             with RecordFile(run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
                 if len(records.records) < len(benchmark.problems):
-                    await _collect(servers, benchmark, records, tokenizer, run.info().model_path, on_progress)
+                    await servers.complete(records, benchmark, tokenizer, on_progress)
                 results.append(_result(run, benchmark, records, reference))
+    finally:
+        await servers.end()
     return results
 
 
 def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: str | None) -> Result:
-    scores, page = scored(records.records), records.path.with_suffix(".html")
+    found, page = tuple(records.records), records.path.with_suffix(".html")
+    scores = scored(found)
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
-    lines = (json.dumps({"prompt_id": prompt_id, "rate": rate}) for prompt_id, rate in rates(records.records).items())
-    records.path.with_suffix(".rates.jsonl").write_text(
-        "".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace"
-    )
-    write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
-    above: Mapping[str, Difference] = {}
-    agrees = None
+    lines = [json.dumps({"prompt_id": prompt_id, "rate": rate}) + "\n" for prompt_id, rate in rates(found).items()]
+    records.path.with_suffix(".rates.jsonl").write_text("".join(lines))
+    write_page(page, f"{run.root.name}: {benchmark.name}", found, scores)
+    others = None
     if reference is not None:
         others = read_records(_records_file(benchmark.config, reference, benchmark.name))
-        above, agrees = compared(records.records, others), agreement(records.records, others)
     return Result(
         benchmark=benchmark.name,
         scores=scores,
-        records=tuple(records.records),
-        above=above,
-        agreement=agrees,
+        records=found,
+        above={} if others is None else compared(found, others),
+        agreement=None if others is None else agreement(found, others),
         about=benchmark.about,
         records_file=records.path,
         page=page,
@@ -149,30 +149,6 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
 
 def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
     return Path(config.state_dir).absolute() / "evaluations" / name / f"{benchmark}.jsonl"
-
-
-async def _collect(
-    servers: _Servers,
-    benchmark: Benchmark,
-    records: RecordFile,
-    tokenizer: Tokenizer,
-    model_path: str,
-    on_progress: Progress,
-) -> None:
-    config = benchmark.config
-    judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
-    collector = Collector(
-        benchmark.problems,
-        records,
-        benchmark.sampling(Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path)),
-        tokenizer,
-        judges,
-        on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
-    )
-    try:
-        await servers.work_on(collector, config)
-    finally:
-        await judges.close()
 
 
 def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
@@ -184,29 +160,36 @@ def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
 
 
 class _Servers:
-    """The generation servers of one evaluation, started at the first work. A context, at whose end they end."""
+    """The generation servers of one evaluation, started at the first work."""
 
     def __init__(self, run: RunDir, log: Log) -> None:
-        self._run = run
-        self._log = log
+        self._run, self._log = run, log
         self._stop = StopSignal()
         self._running: asyncio.Future[None] | None = None  # ends where the servers have failed
 
-    async def __aenter__(self) -> _Servers:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def end(self) -> None:
         self._stop.set()
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    async def work_on(self, collector: Collector, config: RunConfig) -> None:
-        """Have all servers work until the collector is finished. Raises what ends that, or the servers."""
-        base, count = base_version(self._run.info().model_path), self._run.config().generation_servers
-        completions = config.completions_per_server
+    async def complete(
+        self, records: RecordFile, benchmark: Benchmark, tokenizer: Tokenizer, on_progress: Progress
+    ) -> None:
+        """Have all servers work until every problem has its records. Raises what ends that, or the servers."""
+        config, model_path = benchmark.config, self._run.info().model_path
+        judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
+        collector = Collector(
+            benchmark.problems,
+            records,
+            benchmark.sampling(Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path)),
+            tokenizer,
+            judges,
+            on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
+        )
+        count, completions = self._run.config().generation_servers, config.completions_per_server
         servers = OwnServers(self._run, config, role="generation", count=count, completions=completions)
         self._running = self._running or asyncio.ensure_future(asyncio.to_thread(self._supervise))
-        working = asyncio.ensure_future(servers.work_on(collector, base))
+        working = asyncio.ensure_future(servers.work_on(collector, base_version(model_path)))
         try:
             await asyncio.wait((working, self._running), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -216,6 +199,7 @@ class _Servers:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+            await judges.close()
 
     def _supervise(self) -> None:
         """In a thread that lives until the end of the event loop: the servers end with it."""

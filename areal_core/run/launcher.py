@@ -32,7 +32,7 @@ from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import StopSignal
 from areal_core.launch.watchdog import Looks, Standstill
-from areal_core.run.disk import disk_space
+from areal_core.run.disk import DiskSpace
 from areal_core.run.folders import Log, run_folder
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
@@ -301,7 +301,7 @@ class Run:
     def _watch(self) -> None:
         """Fail a run whose processes all wait for each other, and one whose disk is nearly full."""
         standstill, looks = Standstill(self.run_dir.heartbeats, self.config.launch), Looks()
-        disk = disk_space(self.run_dir, self.config, self._log)
+        disk = DiskSpace(self.run_dir, self.config, self._log)
         while not self._stop_servers.wait(POLL_S):
             disk.look()
             if (elapsed_s := looks.elapsed()) and (how := standstill.look(elapsed_s)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_core.config.engines import GENERATION_ENGINES, names
@@ -11,18 +13,27 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.registry import open_environment
 from areal_core.environments.source import PromptSource, digests, open_source
-from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.errors import (
+    ConfigError,
+    ModelError,
+    ProcessError,
+    RewardError,
+    RewardTimeoutError,
+    UserCodeError,
+    VerifierError,
+)
 from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import Footprint, check_footprint
 from areal_core.planning.time_model import TimeModel
+from areal_core.rewards import apart
 from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
-from areal_core.run.trial import try_verifier
 from areal_core.storage.objects import Storage
+from areal_core.types import Prompt
 
 
 def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> dict[str, str]:
@@ -54,7 +65,8 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
     if config.model.path is None:
         source = _check_task(config, char_tokenizer(), log)
     else:
-        folder = _folder(config, log)
+        with _model_path():
+            folder = model_folder(config, log)
         source = _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
@@ -79,26 +91,24 @@ def plan(config: RunConfig, log: Log = print) -> Footprint:
     ModelError for a folder without a sound config.json."""
     if config.model.path is None:
         raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
-    try:
-        spec = read_spec(_folder(config, log))
-    except ModelError as error:
-        raise ModelError(f"model.path: {error}") from error
+    with _model_path():
+        spec = read_spec(model_folder(config, log))
     return check_footprint(config, spec, device_memory(config))
 
 
-def _folder(config: RunConfig, log: Log) -> Path:
+@contextmanager
+def _model_path(where: str = "") -> Iterator[None]:
+    """Within, the error of a model names the field, and `where`."""
     try:
-        return model_folder(config, log)
+        yield
     except ModelError as error:
-        raise ModelError(f"model.path: {error}") from error
+        raise ModelError(f"model.path: {where}{error}") from error
 
 
 def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
-    try:
+    with _model_path():
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
-    except ModelError as error:
-        raise ModelError(f"model.path: {error}") from error
     needed = config.task.max_prompt_tokens + config.task.max_new_tokens
     if spec.context < needed:
         raise ConfigError(
@@ -114,10 +124,8 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
     trained_shapes(spec, config.training.lora.adapter)  # its targets
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
-    try:
+    with _model_path(f"{folder}: "):
         return _check_task(config, tokenizer, log)
-    except ModelError as error:
-        raise ModelError(f"model.path: {folder}: {error}") from error
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -139,5 +147,20 @@ def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSour
     held_out = source.held_out()
     trains = config.task.name != "rows" or config.task.path is not None
     if first := ([source.prompt(0)] if trains else held_out[:1]):
-        try_verifier(config, first[0], log)
+        _try_verifier(config, first[0], log)
     return source
+
+
+def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
+    """Have the verifier judge the gold answer of a prompt, in a process of its own: a bug is found where it costs
+    nothing. Raises UserCodeError with the traceback, the prompt and the completion where it raises, returns no score
+    from 0 to 1, hangs or dies."""
+    try:
+        found = apart.outcome(config, task, task.answer)
+    except (VerifierError, RewardTimeoutError) as error:
+        raise UserCodeError(str(error)) from None
+    except RewardError as error:
+        log(f"{config.environment.judged_by} has no result for the gold answer of the first prompt: {error}")
+        return
+    if found.failure is not None:
+        raise UserCodeError(found.failure)

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,7 @@ def prepare(
     if resumed:
         check_digests(run.info().prompts, prompts)
         return _adopted(run, config, flow_run_id, log)
-    store = config.storage
-    storage = Storage.open(store.url, store.endpoint_url, store.patience_s).child(f"runs/{run_id}")
+    storage = _store(config.storage.url, config).child(f"runs/{run_id}")
     if stored := checkpoint.newest(storage):
         _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
         check_digests(stored.extra.get(checkpoint.PROMPTS, {}), prompts)
@@ -97,20 +97,21 @@ def prepare(
     return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
 
 
+def _store(url: str, config: RunConfig) -> Storage:
+    return Storage.open(url, config.storage.endpoint_url, config.storage.patience_s)
+
+
 def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
     """A run that was here before, which goes on with this configuration."""
     info = run.info()
     if config.training.lora.rank is not None:
-        store = config.storage
-        storage = Storage.open(info.checkpoint_url, store.endpoint_url, store.patience_s)
-        _check_base(checkpoint.newest(storage), Path(info.model_path))
+        _check_base(checkpoint.newest(_store(info.checkpoint_url, config)), Path(info.model_path))
     with Ownership(run, config, info.checkpoint_url, log=log):
         log(f"resuming run {info.run_id}")
         if run.summary.exists():
             durable.replace(run.summary, run.superseded)
-        outbox = Outbox(run.outbox, info.run_id)
-        outbox.reopen()
-        outbox.close()
+        with closing(Outbox(run.outbox, info.run_id)) as outbox:
+            outbox.reopen()
         return RunDir.create(config, dataclasses.replace(info, flow_run_id=flow_run_id or info.flow_run_id))
 
 

@@ -7,7 +7,7 @@ import textwrap
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from areal_core.errors import printable, printable_lines
 from areal_core.types import RunStatus, RunSummary
@@ -21,29 +21,23 @@ class RunProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._step = -1
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if console.is_terminal:
-            columns = (BarColumn(8), TextColumn("{task.description}", markup=False))
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("starting", total=None)
+        columns = (BarColumn(8), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> RunProgress:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def log(self, line: str) -> None:
         self._console.print(escape(printable_lines(line)), highlight=False, soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
-        if self._bar:
-            self._bar.update(self._task, total=status.steps, completed=status.step, description=describe(status))
-        elif status.step > self._step:
+        self._bar.update(self._task, total=status.steps, completed=status.step, description=describe(status))
+        if self._bar.disable and status.step > self._step:
             self.log(describe(status))
         self._step = max(self._step, status.step)
 

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ class _Server:
     name: str
     url: str
     pidfd: int
+
+    def __del__(self) -> None:
+        os.close(self.pidfd)
 
 
 @dataclass(eq=False)
@@ -69,28 +72,21 @@ class ServerRegistration:
     def running(self, beside: Supervision, patience_s: float | None = None) -> Iterator[None]:
         """Register servers in a thread until the end of the `with`, which sets `stop`. The thread is waited for
         `patience_s` at most: it may be waiting for a controller that is out of reach."""
-        try:
-            with beside.beside("register", self._run, patience_s=patience_s):
-                try:
-                    yield
-                finally:
-                    self.stop.set()
-                    self.wake()
-        finally:
-            while not self._arrivals.empty():
-                if (server := self._arrivals.get()) is not None:
-                    os.close(server.pidfd)
+        with beside.beside("register", self._run, patience_s=patience_s):
+            try:
+                yield
+            finally:
+                self.stop.set()
+                self.wake()
 
     def _run(self) -> None:
-        client = ControllerClient(self.run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)
         servers: dict[str, _Server] = {}  # by name
         unregistered: set[str] = set()  # names of servers that the controller does not know yet
         controller: dict[str, Any] | None = None
-        try:
+        with closing(ControllerClient(self.run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)) as client:
             while not self.stop.is_set():
                 with suppress(queue.Empty):
                     if (arrival := self._arrivals.get(timeout=POLL_S)) is not None:
-                        _forget(servers, arrival.name)
                         servers[arrival.name] = arrival
                         unregistered.add(arrival.name)
                 if self._leaving:
@@ -105,15 +101,11 @@ class ServerRegistration:
                     continue
                 for lost in self._lost(client, servers.values()):
                     self._kill(lost)
-                    _forget(servers, lost.name)
+                    del servers[lost.name]
                     unregistered.discard(lost.name)
                 for name in sorted(unregistered):
                     if not self.stop.is_set() and self._register(client, servers[name]):
                         unregistered.discard(name)
-        finally:
-            client.close()
-            for name in list(servers):
-                _forget(servers, name)
 
     def _ready(self) -> bool:
         """Whether every rank has been ready once; one that was restarted since is no reason to wait."""
@@ -153,16 +145,9 @@ class ServerRegistration:
             thread.join(_LEAVE_S)
 
     def _leave_one(self, name: str) -> None:
-        client = ControllerClient(self.run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)
-        try:
-            client.leave(name)
-            self.log(f"{name} has left the run")
-        except ArealError as error:
-            self.log(f"{name} ends without having left the run: {error}")
-        finally:
-            client.close()
-
-
-def _forget(servers: dict[str, _Server], name: str) -> None:
-    if name in servers:
-        os.close(servers.pop(name).pidfd)
+        with closing(ControllerClient(self.run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)) as client:
+            try:
+                client.leave(name)
+                self.log(f"{name} has left the run")
+            except ArealError as error:
+                self.log(f"{name} ends without having left the run: {error}")

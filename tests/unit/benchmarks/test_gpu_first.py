@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_core.generation.engines.embedded import Engine
-from benchmarks import _gpu_parts, gpu_first
+from benchmarks import _gpu_parts
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,24 +42,3 @@ def test_a_swap_that_keeps_the_weights_is_outside_the_bounds(monkeypatch: pytest
     monkeypatch.setattr(Engine, "swap", lambda engine, decoder, version: swap(engine, engine._decoder, version))
     outside = _gpu_parts.agree(_gpu_parts.tiny(200), torch.device("cpu"))["outside"]
     assert outside == ["swap_wrong_weights", "embedded_mean", "embedded_max", "kl_float32", "kl_bfloat16"]
-
-
-def test_a_wrong_version_label_is_outside_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap = Engine.swap
-    monkeypatch.setattr(Engine, "swap", lambda engine, decoder, _: swap(engine, decoder, engine.version))
-    assert "swap_wrong_versions" in _gpu_parts.agree(_gpu_parts.tiny(200), torch.device("cpu"))["outside"]
-
-
-def test_parts_that_fail_print_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    def ended_with(*arguments: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            (gpu_first if "--parts" in arguments else _gpu_parts).main()
-        assert ended.value.code == 1
-        return [json.loads(line)["error"] for line in capsys.readouterr().out.splitlines()]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    [error] = ended_with("agree", "--device=cuda", "--tokens=1")
-    assert error.startswith("ArealError: --device: torch sees no CUDA device")
-    monkeypatch.setattr(sys, "executable", "false")
-    assert ended_with("--parts", "train,decode") == ["ended with 1 and no result"] * 2

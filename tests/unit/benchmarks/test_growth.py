@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from areal_core.controller.core.ledger import TrajectoryLedger, snapshot
+from areal_core.controller.core.ledger import TrajectoryLedger
 from benchmarks import growth
 
 T = TypeVar("T")
@@ -58,23 +57,3 @@ def test_no_call_of_the_event_loop_takes_longer_with_more_groups(
     few, many = (steps_of_calls(tmp_path, monkeypatch, groups, fold=fold) for groups in (2_000, 20_000))
     assert {"free", "fold"} <= many.keys() or not fold
     assert {name: (few[name], units) for name, units in many.items() if units > 1.5 * few[name] + 5} == {}
-
-
-def test_a_snapshot_does_not_grow_with_the_groups(tmp_path: Path) -> None:
-    sizes: list[int] = []
-    for groups in (500, 5_000):
-        file, copy = tmp_path / f"{groups}.sqlite", tmp_path / "copy.sqlite"
-        with closing(TrajectoryLedger(file, group_size=growth.GROUP)) as ledger:
-            last = growth.fill(ledger, groups, PER_STEP)
-            growth.fold(ledger, last - 10)  # an older checkpoint's step
-            assert snapshot(file, copy, last) == set()
-            sizes.append(copy.stat().st_size)
-    assert sizes[0] == sizes[1]
-
-
-def test_checkpoints_of_later_steps_upload_no_more() -> None:
-    found = asyncio.run(growth.uploads(400, PER_STEP))
-    assert sorted(found["at"]) == [40, 400]
-    assert found["growth"] < 0.05
-    payloads = PER_STEP * found["checkpoint_every"] * growth.PAYLOAD_BYTES
-    assert [one["payload_bytes"] for one in found["at"].values()] == [payloads, payloads]

@@ -1,9 +1,7 @@
 import ast
 import random
 
-from benchmarks import _programs as benchmark
 from benchmarks._mutants import mutants
-from tests.support.sandboxes import needs_sandbox
 
 SOURCE = 'def f(x):\n    """1 + 1"""\n    if x < 2 and not x:\n        return x + 1.5\n    return True\n'
 CHANGES = {
@@ -24,12 +22,3 @@ def test_mutants_are_all_changes_of_one_operator_behind_the_prompt():
     assert len(found) == len(CHANGES) == len({mutant.source for mutant in found})
     assert all(ast.dump(ast.parse(mutant.source)) != ast.dump(ast.parse(SOURCE)) for mutant in found)
     assert [mutant.change for mutant in mutants(SOURCE, 3, random.Random(1))] == [mutant.change for mutant in found]
-
-
-@needs_sandbox
-def test_only_what_the_tests_ask_for_tells_a_mutant():
-    [problem] = [problem for problem in benchmark.problems(None) if problem["task_id"] == "own/2"]
-    source = problem["prompt"] + problem["canonical_solution"]
-    assert not benchmark.differs(problem, source.replace("number + 1", "number + 2"))
-    assert benchmark.differs(problem, source.replace("== 0", "== 1"))
-    assert benchmark.differs(problem, source.replace("return {d", "return [d").replace("0}", "0]"))

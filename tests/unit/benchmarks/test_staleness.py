@@ -13,7 +13,7 @@ from areal_core.storage import weights
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
 from benchmarks import staleness
-from benchmarks.staleness import Job, LaggedTraining, Outcome, summary
+from benchmarks.staleness import Job, LaggedTraining
 from tests.support.models import SPEC, write_tiny
 
 TINY = {
@@ -38,22 +38,6 @@ def opinionated(folder: Path) -> Path:
     tensors = {name: 20 * tensor for name, tensor in init_weights(SPEC, seed=0).items()}
     write_model(folder, SPEC, tensors, folder / "tokenizer.json")
     return folder
-
-
-def outcome(objective: str, lag: int, seed: int, last: float) -> Outcome:
-    return Outcome(objective=objective, lag=lag, seed=seed, accuracy=((0, 0.2), (5, last)), steps=(), wall_s=1.0)
-
-
-OUTCOMES = [  # in the order in which jobs happened to finish
-    outcome("standard", 4, 2, 0.4),
-    outcome("decoupled", 4, 2, 0.8),
-    outcome("decoupled", 0, 1, 0.9),
-    outcome("standard", 0, 1, 0.9),
-    outcome("decoupled", 4, 1, 0.7),
-    outcome("standard", 4, 1, 0.5),
-    outcome("decoupled", 0, 2, 0.8),
-    outcome("standard", 0, 2, 0.8),
-]
 
 
 def test_tokens_are_sampled_by_the_weights_of_the_lagged_version(
@@ -86,12 +70,3 @@ def test_tokens_are_sampled_by_the_weights_of_the_lagged_version(
         assert difference / tokens < 1e-9
         other = stored[batch.step]  # a version that was not there yet
         assert engine.train_inference_kl(batch, other, behaviour)[0] / tokens > 1e-4
-
-
-def test_summary_has_means_by_objective_and_lag() -> None:
-    result = summary(OUTCOMES, load(TINY))
-    assert result["decoupled"] == {"0": 0.85, "4": 0.75}
-    assert result["standard"] == {"0": 0.85, "4": 0.45}
-    assert result["by_seed"]["standard"]["4"] == {"1": 0.5, "2": 0.4}
-    assert (result["seeds"], result["steps"], result["learning_rate"]) == ([1, 2], 5, 0.5)
-    assert result["base_accuracy"] == 0.2

@@ -46,14 +46,6 @@ def test_a_synchronous_step_is_one_thing_after_the_other() -> None:
     assert synchronous_s(config("sync", 0, devices=1, rewards_s=30.0, switch_s=7.0)) == pytest.approx(expected_s + 14.0)
 
 
-def test_fewer_slots_make_a_synchronous_step_wait_for_a_second_wave() -> None:
-    waves = config("sync", 0, slots=4)
-    model = TimeModel(waves.emulation)
-    generated_s = model.prefill_s([PROMPT] * 2) + 2 * model.decode_s(4, 4 * PROMPT, LENGTH)
-    expected_s = generated_s + training_s(model) + model.transfer_s() + waves.emulation.handover_s
-    assert synchronous_s(waves) == pytest.approx(expected_s)
-
-
 def test_the_slower_of_the_two_sets_an_asynchronous_step() -> None:
     training = config("async", 4, training_share=1e-3)
     assert asynchronous_s(training) == pytest.approx(training_s(TimeModel(training.emulation)))
@@ -61,10 +53,3 @@ def test_the_slower_of_the_two_sets_an_asynchronous_step() -> None:
     model = TimeModel(generating.emulation)
     assert training_s(model) < 0.2 * generation_s(model, 8)
     assert asynchronous_s(generating) == pytest.approx(generation_s(model, 8), rel=0.02)  # and recomputation
-
-
-def test_without_staleness_an_asynchronous_step_takes_turns() -> None:
-    strict = config("async", 0)
-    model = TimeModel(strict.emulation)
-    expected_s = generation_s(model, 8) + training_s(model) + model.transfer_s()
-    assert asynchronous_s(strict) == pytest.approx(expected_s, abs=3.0)  # servers look for a version every second

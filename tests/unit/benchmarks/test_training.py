@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from benchmarks import _training_offline as offline
-from benchmarks._padded_training import sorted_cut
 from benchmarks._training_offline import SETTINGS, make_batch, same_update
 from benchmarks.training import fastest, figures
 
@@ -30,14 +27,6 @@ def test_padded_training_has_the_loss_and_the_gradient_of_the_engine(name: str) 
 @pytest.mark.parametrize("name", offline.SHARING)
 def test_sharing_prompts_has_the_loss_and_the_gradient_of_packs_of_whole_sequences(name: str) -> None:
     same_update(offline.sharing_arms(offline.SHARING[name]), make_batch(offline.SHARING[name], 0))
-
-
-def test_sorted_micro_batches_stay_within_their_size_and_hold_everything_once() -> None:
-    lengths = make_batch(SETTINGS["long_tail"], 0).lengths.tolist()
-    cut = sorted_cut(lengths, 512)
-    assert sorted(itertools.chain(*cut)) == list(range(len(lengths)))
-    assert all(len(members) * max(lengths[each] for each in members) <= 512 for members in cut)
-    assert sorted_cut([3, 700, 5], 8) == [[1], [2], [0]]  # one that is too long stands alone
 
 
 def test_ratios_are_within_rounds_and_baselines_are_the_best_and_the_most_alike(

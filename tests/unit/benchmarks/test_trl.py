@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.procedural import entry, procedural_share
-from areal_core.types import Prompt
-from benchmarks.peers.verifiers import needle
 from benchmarks.trl import CASES, Case, Measurement, grpo_arguments, speedups
 from flows.compose import compose
 
@@ -20,13 +16,6 @@ def measurement(step_s: float, *accuracy: float, steps: int = 4) -> Measurement:
     return Measurement(
         elapsed_s=tuple(step_s * step for step in range(1, steps + 1)), accuracy=dict(enumerate(accuracy, 1))
     )
-
-
-def test_time_to_score_is_the_training_time_of_the_first_version_that_reached_it() -> None:
-    one = measurement(2.0, 0.5, 0.75, 0.7, 0.9)
-    assert (one.step_of_score(0.75), one.time_to_score(0.75)) == (2, 4.0)
-    assert one.step_s == 2.0
-    assert (one.step_of_score(0.95), one.time_to_score(0.95)) == (None, None)
 
 
 def test_speedup_is_the_median_of_paired_ratios() -> None:
@@ -42,14 +31,6 @@ def test_speedup_is_the_median_of_paired_ratios() -> None:
     assert found["interval_per_step"]["coverage"] == 0.75
 
 
-@pytest.mark.parametrize("slow", ["areal", "trl"])
-def test_no_speedup_to_a_score_that_one_of_them_missed(slow: str) -> None:
-    fine = {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)}
-    found = speedups({1: fine, 2: fine | {slow: measurement(1.0, 0.1)}}, 0.75)
-    assert (found["speedup_to_score"], found["interval_to_score"]) == (None, None)
-    assert found["speedup_per_step"] is not None
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
     config: RunConfig = compose(case.experiment, [f"training.steps={case.steps}"])
@@ -58,26 +39,3 @@ def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
     assert a_minibatch * config.training.minibatches == config.rollout.batch_size
     assert a_minibatch % told["num_generations"] == 0
     assert told["max_steps"] == case.steps * config.training.minibatches
-
-
-def prompt(answer: str) -> Prompt:
-    return Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer)
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "{gold}",
-        "'{GOLD}'.\n",
-        "It is {gold}, who likes it",
-        "I think\n{gold}",
-        "<answer>the\n{gold}</answer>",
-        "nobody",
-    ],
-)
-def test_trl_needle_reward_equals_procedural_share(completion: str) -> None:
-    pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
-    told = {"dataset": "needle_haystack", "options": "", "seed": 1, "draw": 0}
-    gold = entry("needle_haystack", "", 1, 0)["answer"]
-    said = completion.format(gold=gold, GOLD=gold.upper())
-    assert needle(said, gold) == procedural_share(prompt(json.dumps({"answer": gold, **told})), said).score

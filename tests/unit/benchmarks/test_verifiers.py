@@ -24,13 +24,3 @@ def test_wrong_answers_are_none_that_are_right_after_all():
     assert all(one in GOLDS["one"] for one in changed(benchmark.another, GOLDS, rng))
     assert benchmark._changed("7.0", "7.") is None
     assert benchmark._changed("7.0", "8") == "8"
-
-
-def test_shares_are_of_what_was_judged(capsys):
-    judged = benchmark.Judged()
-    assert judged.gold("one", ["5", "7"]) == 1.0
-    assert judged.reformatted({"one": ["5", "7"]})["dfrac"] is None
-    assert judged.wrong({"one": ["52", "74"]}, random.Random(1))["neighbour"] == 0.0
-    assert judged.count["one"] > 10
-    assert judged.cpu_s["one"] > 0
-    assert capsys.readouterr().err == ""

@@ -13,7 +13,6 @@ import pytest
 
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
-from areal_core.launch.sweeper import alive, poll
 
 PATIENCE_S = 30.0
 
@@ -43,15 +42,6 @@ def test_ended_process_keeps_its_number_until_it_is_reaped(tmp_path: Path, code:
     assert children.how_it_ended(child.reap()) == words
     assert not exists(child.pid)
     assert child.log.path.read_text() == "done\n"
-
-
-def test_what_is_alive_at_the_deadline(tmp_path: Path) -> None:
-    ends, stays = start(tmp_path, ""), start(tmp_path, "import time; time.sleep(60)")
-    assert alive([ends.pidfd, stays.pidfd], time.monotonic() + 1.0) == {stays.pidfd}
-    assert poll([ends.pidfd, stays.pidfd], None) == {ends.pidfd}
-    stays.terminate()
-    assert alive([stays.pidfd], time.monotonic() + PATIENCE_S) == set()
-    assert (ends.reap(), stays.reap()) == (0, -signal.SIGTERM)
 
 
 def test_absent_program_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import itertools
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,110 +15,58 @@ import pytest
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
 
-PATIENCE_S = 30.0
-SAYS = """
-import asyncio, sys, time
-from pathlib import Path
-from areal_core.launch import heartbeat
-heartbeat._BEAT_S = 0.05
-heartbeat.start(Path(sys.argv[1]))
-def line():
-    return sys.stdin.readline().strip()
-"""
+STARTING = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing="starting", waits_for=None)
+Beat = Callable[[], Heartbeat]
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a process with a heartbeat in `tmp_path / "p"`, which goes on at every line that it is sent."""
-    started: list[subprocess.Popen[str]] = []
+def beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
+    """The next record of a process that has said nothing yet."""
+    monkeypatch.setattr(heartbeat, "_said", dataclasses.replace(STARTING))
+    monkeypatch.setattr(heartbeat, "_loop", None)
+    numbers = itertools.count(1)
 
-    def start(code: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-c", SAYS + code, str(tmp_path / "p")]
-        started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, text=True))
-        return started[-1]
+    def beat() -> Heartbeat:
+        heartbeat._beat(tmp_path / "p", next(numbers))
+        found = heartbeat.read(tmp_path / "p")
+        assert found is not None
+        return found
 
-    yield start
-    for each in started:
-        each.kill()
-        each.communicate()
-
-
-def until(file: Path, condition: Callable[[Heartbeat], bool]) -> Heartbeat:
-    deadline = time.monotonic() + PATIENCE_S
-    while (said := heartbeat.read(file)) is None or not condition(said):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.01)
-    return said
+    return beat
 
 
-def go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+def test_a_process_says_what_it_does_and_whom_it_waits_for(beat: Beat) -> None:
+    assert beat() == dataclasses.replace(STARTING, pid=os.getpid(), beats=1)
+    heartbeat.say("step 1: training")
+    with heartbeat.waiting("the store", "a checkpoint"):
+        heartbeat.say("a checkpoint", waits_for="the store")  # the same words are no progress
+        waits = beat()
+    assert (waits.beats, waits.doing, waits.waits_for, waits.progress) == (2, "a checkpoint", "the store", 2)
+    heartbeat.progressed()
+    later = beat()
+    assert (later.doing, later.waits_for, later.progress) == ("step 1: training", None, 4)
+    heartbeat.ready()  # of one that has said something
+    assert beat().doing == "step 1: training"
 
 
-def test_a_process_says_what_it_does_and_whom_it_waits_for(
-    tmp_path: Path, process: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    its = process("""
-line()
-heartbeat.say("step 1: training")
-with heartbeat.waiting("the store", "a checkpoint"):
-    line()
-heartbeat.progressed()
-line()
-""")
-    first = until(tmp_path / "p", lambda said: True)
-    assert (first.pid, first.doing, first.waits_for, first.progress, first.turns) == (
-        its.pid,
-        "starting",
-        None,
-        0,
-        None,
-    )
-    go_on(its)
-    second = until(tmp_path / "p", lambda said: said.progress > 1)
-    assert (second.doing, second.waits_for, second.progress) == ("a checkpoint", "the store", 2)
-    go_on(its)
-    third = until(tmp_path / "p", lambda said: said.progress > 3)
-    assert (third.doing, third.waits_for, third.progress) == ("step 1: training", None, 4)
-    assert third.beats > second.beats > first.beats
+def test_one_that_is_ready_and_says_nothing_owes_no_progress(beat: Beat) -> None:
+    heartbeat.ready()
+    assert beat().waits_for == heartbeat.WORK
 
 
-def test_one_that_is_ready_and_says_nothing_owes_no_progress(
-    tmp_path: Path, process: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    process("heartbeat.ready(); line()")
-    assert until(tmp_path / "p", lambda said: said.doing != "starting").waits_for == heartbeat.WORK
-
-
-def test_an_event_loop_that_stands_still_turns_no_more_while_the_process_beats(
-    tmp_path: Path, process: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    its = process("""
-async def main():
+async def test_an_event_loop_that_stands_still_turns_no_more_while_the_process_beats(beat: Beat) -> None:
     heartbeat.follow(asyncio.get_running_loop())
-    await asyncio.to_thread(line)
-    line()
-asyncio.run(main())
-""")
-    until(tmp_path / "p", lambda said: (said.turns or 0) > 3)
-    go_on(its)
-    deadline = time.monotonic() + PATIENCE_S
-    before = after = until(tmp_path / "p", lambda said: True)
-    while after.beats < before.beats + 5:
-        assert time.monotonic() < deadline
-        after = until(tmp_path / "p", lambda said: True)
-        if after.turns != before.turns:  # one was under way
-            before = after
+    assert [beat().turns for _ in range(3)] == [0, 0, 0]
+    await asyncio.sleep(0)
+    assert beat().turns == 3
 
 
-def test_half_written_file_is_no_record_and_the_same_words_are_no_progress(tmp_path: Path) -> None:
+def test_a_shorter_record_replaces_a_longer_one_and_half_a_record_is_none(beat: Beat, tmp_path: Path) -> None:
+    heartbeat.say("x" * 150)
+    assert beat().doing == "x" * 150
+    heartbeat.say("x")
+    assert beat().doing == "x"
     assert heartbeat.read(tmp_path / "none") is None
     for text in ("", '{"pid": 1, "bea', json.dumps({"pid": 1})):
         (tmp_path / "p").write_text(text)
         assert heartbeat.read(tmp_path / "p") is None
-    heartbeat.say("the same")
-    before = heartbeat._said.progress
-    heartbeat.say("the same")
-    assert heartbeat._said.progress == before

@@ -42,12 +42,12 @@ def said(code: str, log_format: str | None, role: str = "trainer", **environment
 
 
 def test_record_becomes_a_line_of_text_or_json() -> None:
-    text = logs.formatter("text", Source("trainer", 1))
+    text = logs.Formatter("text", Source("trainer", 1))
     assert text.format(record("loss %s", 0.5)) == "2026-11-23T03:22:48.123Z INFO trainer-1 loss 0.5"
     with_step = text.format(record("slow", level=logging.WARNING, step=7))
     assert with_step == "2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] slow"
     known = {"time": "2026-11-23T03:22:48.123Z", "level": "INFO", "role": "trainer", "index": 1, "rank": 1, "step": 7}
-    made = logs.formatter("json", Source("trainer", 1, 1)).format(record('"%s"\n', "x", step=7))
+    made = logs.Formatter("json", Source("trainer", 1, 1)).format(record('"%s"\n', "x", step=7))
     assert json.loads(made) == {**known, "message": '"x"\n'}
 
 
@@ -57,7 +57,7 @@ HOSTILE = "\x1b]0;owned\x07\r\n2026-11-23T03:22:48.123Z INFO controller-0 forged
 @pytest.mark.parametrize("log_format", ["text", "json", None])
 def test_hostile_text_forges_no_line_and_no_terminal_command(log_format: str | None) -> None:
     """The text of a verifier's exception may quote a completion."""
-    shown = logs.formatter(log_format, Source("evaluator"))
+    shown = logs.Formatter(log_format, Source("evaluator"))
     try:
         raise ValueError(HOSTILE)
     except ValueError as error:
@@ -133,20 +133,15 @@ def test_a_full_disk_is_one_line(code: str, said_last: str) -> None:
     assert [plain(line, "trainer-0") for line in lines] == [[f"areal: error: {said_last}"]]
 
 
-def test_a_launcher_keeps_what_it_says(tmp_path: Path) -> None:
-    told: list[str] = []
-    journal = Journal(tmp_path / "l.log", LaunchConfig(log_format="json"), Source("launcher"), told.append)
-    journal("trainer-0 exited with code 1: restart 1 of 2")
-    assert told == ["trainer-0 exited with code 1: restart 1 of 2"]
+def test_a_launcher_keeps_what_it_says_and_says_it_all_the_same_where_its_disk_is_full(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = "trainer-0 exited with code 1: restart 1 of 2"
+    for path in (tmp_path / "l.log", Path("/dev/full")):
+        Journal(path, LaunchConfig(log_format="json"), Source("launcher"), print)(line)
+    assert capfd.readouterr() == (f"{line}\n{line}\n", "")
     kept = json.loads((tmp_path / "l.log").read_text())
-    assert (kept["role"], kept["level"], kept["message"]) == ("launcher", "WARNING", told[0])
-
-
-def test_a_launcher_whose_disk_is_full_says_it_all_the_same(capfd: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(Path("/dev/full"), LaunchConfig(), Source("launcher"), print)
-    journal("trainer-0 exited with code 1: restart 1 of 2")
-    journal("trainer-0 is ready")
-    assert capfd.readouterr() == ("trainer-0 exited with code 1: restart 1 of 2\ntrainer-0 is ready\n", "")
+    assert (kept["role"], kept["level"], kept["message"]) == ("launcher", "WARNING", line)
 
 
 class Written:
@@ -188,10 +183,9 @@ def test_rotation_loses_no_line_and_forwards_each_once(tmp_path: Path, limit: in
 
 def test_a_line_that_was_cut_by_a_rotation_is_forwarded_whole(tmp_path: Path) -> None:
     written = Written(tmp_path, limit=1000, files=2)
-    with written.path.open("ab", buffering=0) as file:
-        file.write(b"x" * 950 + b"\nhalf of ")
-        assert written.log.new_lines() == ["x" * 950]
-        file.write(b"a line\n")
+    written.path.write_bytes(b"x" * 950 + b"\nhalf of ")
+    assert written.log.new_lines() == ["x" * 950]
+    written.write(b"a line")
     assert written.log.new_lines() == ["half of a line"]
     assert written.path.read_bytes() == b"a line\n"
 
@@ -206,50 +200,27 @@ def test_oldest_lines_go_when_all_files_are_full(tmp_path: Path) -> None:
     assert written.path.read_bytes() == b""
 
 
-def test_what_comes_while_the_rest_is_copied_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_come_while_the_rest_is_copied_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process that has told much and ends, the last line says why."""
     written = Written(tmp_path, limit=900, files=2)
     written.write(*numbered(0, 999))
-    came = False
+    shift = logs.shift
 
-    def older(path: Path, number: int) -> Path:
-        nonlocal came
-        if not came:
-            came = True
-            written.write(b"no luck")
-        return path.with_name(f"{path.name}.{number}")
+    def shifted(path: Path, files: int) -> None:
+        written.write(b"no luck")
+        monkeypatch.setattr(logs, "shift", shift)
 
-    monkeypatch.setattr(logs, "older", older)
+    monkeypatch.setattr(logs, "shift", shifted)
     lines = written.log.new_lines() + written.log.new_lines()
     assert lines[-2:] == ["line 998", "no luck"]
     assert written.log.last_lines("x-0").endswith("line 998 | no luck")
-
-
-def test_the_bound_holds_under_a_writer_that_never_stops(tmp_path: Path) -> None:
-    limit = 64 * 1024
-    written = Written(tmp_path, limit=limit, files=3)
-    write = f"out = open({str(written.path)!r}, 'ab', buffering=0)\nwhile True: out.write(b'x' * 99 + b'\\n')"
-    writer = subprocess.Popen([sys.executable, "-c", write])
-    try:
-        rotations = 0
-        while rotations < 30:
-            if written.log.new_lines() and written.path.with_name("x.log.1").exists():
-                rotations += 1
-            older = [written.path.with_name(f"x.log.{number}") for number in (1, 2, 3)]
-            assert all(file.stat().st_size <= limit for file in older if file.exists())
-    finally:
-        writer.kill()
-        writer.wait()
-    written.log.new_lines()
-    assert written.path.stat().st_size <= limit
-    assert written.names() == ["x.log", "x.log.1", "x.log.2", "x.log.3"]
 
 
 def test_last_lines_are_messages_also_across_a_rotation(tmp_path: Path) -> None:
     written = Written(tmp_path, limit=1000, files=2)
     written.write(*numbered(0, 100))
     written.log.new_lines()
-    written.write(logs.formatter("json", Source("x")).format(record("no luck", level=logging.ERROR)).encode())
+    written.write(logs.Formatter("json", Source("x")).format(record("no luck", level=logging.ERROR)).encode())
     last = "line 095 | line 096 | line 097 | line 098 | line 099 | areal: error: no luck"
     assert written.log.last_lines("x-0") == last
 

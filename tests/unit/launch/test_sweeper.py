@@ -47,11 +47,3 @@ def test_one_that_is_just_being_executed_is_not_overlooked() -> None:
         made.kill()
         made.wait()
         assert found == [b""] if not environment else b"MARK=x" in found
-
-
-def test_what_carries_the_mark_has_time_to_end_in_order(marked: list[subprocess.Popen[bytes]]) -> None:
-    for each in marked:
-        each.send_signal(signal.SIGCONT)
-        each.terminate()
-    end_marked("MARK=test-sweeper", PATIENCE_S)
-    assert [each.wait() for each in marked] == [-signal.SIGTERM] * 2

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import subprocess
 from pathlib import Path
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
-from areal_core.launch.watchdog import Looks, Standstill, Watchdog, chain, is_stopped, kernel_state
+from areal_core.launch.watchdog import Looks, Standstill, Watchdog, chain, kernel_state
 
 LAUNCH = LaunchConfig(liveness_timeout_s=6.0, stall_timeout_s=20.0)
 BUSY = Heartbeat(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)
@@ -121,14 +119,3 @@ def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:
     )
     heartbeats = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
     assert chain(heartbeats, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"
-
-
-def test_the_kernels_state_of_a_process() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
-    assert is_stopped(process.pid)
-    assert kernel_state(process.pid) == "T (stopped)"
-    process.kill()
-    process.wait()
-    assert kernel_state(process.pid) == "gone"

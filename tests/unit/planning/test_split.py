@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from areal_core.config.schema import load
@@ -52,46 +51,22 @@ def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
     assert {split.ranks for split in splits(small, measured(20, 4))} == set(range(1, 17))
 
 
-def test_servers_of_several_devices() -> None:
-    wide = load(
-        {
-            "launch": {"accelerator": "cuda", "devices": 8},
-            "generation": {"engine": "vllm", "slots": SLOTS, "vllm": {"tensor_parallel": 2}},
-            "training": {"ranks": 2, "minibatches": 1},
-            "rollout": {"batch_size": 1024},
-        }
-    )
-    assert {(split.servers, split.ranks) for split in splits(wide, measured(3, 2))} == {
-        (3, 1), (3, 2), (2, 3), (2, 4), (1, 5), (1, 6),
-    }  # fmt: skip
-
-
-def test_the_pace_of_decoding_is_the_line_through_what_was_seen() -> None:
-    completions = np.array([10.0, 40.0, 80.0, 95.0])
-    found = decode_pace(completions, FIXED_S + COMPLETION_S * completions, [1.0, 2.0, 1.0, 5.0])
-    assert (found.fixed_s, found.completion_s) == (pytest.approx(FIXED_S), pytest.approx(COMPLETION_S))
-    assert found.tokens_per_s(SLOTS) == pytest.approx(GENERATED)
-
-
-def test_neither_part_of_the_pace_is_negative() -> None:
-    faster_with_more = decode_pace([10.0, 100.0], [0.02, 0.01], [1.0, 1.0])
-    assert (faster_with_more.fixed_s, faster_with_more.completion_s) == (pytest.approx(0.015), 0.0)
-    all_of_it_grows = decode_pace([10.0, 100.0], [0.001, 0.02], [1.0, 1.0])
-    assert all_of_it_grows.fixed_s == pytest.approx(0.0)
-    assert all_of_it_grows.completion_s > 0
-
-
-def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
-    found = decode_pace([50.0, 51.0], [0.015, 0.016], [1.0, 1.0])
-    assert (found.fixed_s, found.completion_s) == (pytest.approx(0.0155), 0.0)
-
-
-def test_rates_are_those_of_the_metrics() -> None:
-    found = rates(config(7, 1), curves(7, 1, 25))
-    assert found is not None
-    assert found.effective_tokens_per_s == pytest.approx(TRAINED)
-    assert found.trained_share == pytest.approx(1.0)
-    assert generation_used(config(7, 1), found) < 0.5  # 7 servers make what one would nearly make
+@pytest.mark.parametrize(
+    ("completions", "seconds", "fixed_s", "completion_s"),
+    [
+        pytest.param([10, 40, 80, 95], None, FIXED_S, COMPLETION_S, id="a line"),
+        pytest.param([10, 100], [0.02, 0.01], 0.015, 0.0, id="faster with more"),
+        pytest.param([10, 100], [0.001, 0.02], 0.0, 0.0105 / 55, id="all of it grows"),
+        pytest.param([50, 51], [0.015, 0.016], 0.0155, 0.0, id="loads that are alike"),
+    ],
+)
+def test_the_pace_of_decoding_is_the_line_through_the_measured_loads(
+    completions: list[float], seconds: list[float] | None, fixed_s: float, completion_s: float
+) -> None:
+    """Neither of its parts is negative."""
+    seconds = seconds or [FIXED_S + COMPLETION_S * n for n in completions]
+    found = decode_pace(completions, seconds, [1.0, 2.0, 1.0, 5.0] if len(completions) > 2 else [1.0, 1.0])
+    assert (found.fixed_s, found.completion_s) == (pytest.approx(fixed_s), pytest.approx(completion_s))
 
 
 def test_the_ends_of_a_run_are_left_out() -> None:
@@ -105,7 +80,11 @@ def test_the_ends_of_a_run_are_left_out() -> None:
         logged[key] = [(step, value * last.get(step, 1.0)) for step, value in logged[key]]
     found = rates(chosen, logged)
     assert found is not None
-    assert found.generated_tokens_per_s == pytest.approx(4 * TRAINED)
+    assert found.generated_tokens_per_s == found.effective_tokens_per_s == pytest.approx(4 * TRAINED)
+    assert found.trained_share == pytest.approx(1.0)
+    seven = rates(config(7, 1), curves(7, 1, 25))
+    assert seven is not None
+    assert generation_used(config(7, 1), seven) < 0.5  # 7 servers make what one would nearly make
 
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
@@ -119,15 +98,21 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
         splits_of_run(run)
 
 
-@pytest.mark.parametrize("fields", [{"mode": "sync"}, {"rollout": {"max_staleness": 0}}, {}])
-def test_where_stages_share_devices_there_is_no_split(fields: dict[str, Any]) -> None:
-    assert rates(load(fields), curves(2, 2, 9)) is None
-
-
-def test_too_little_was_measured() -> None:
-    assert rates(config(4, 4), {}) is None
-    empty = curves(4, 4, 9) | {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}
-    assert rates(config(4, 4), empty) is None
+@pytest.mark.parametrize(
+    ("fields", "points"),
+    [
+        ({"mode": "sync"}, {}),
+        ({"rollout": {"max_staleness": 0}}, {}),
+        ({}, {}),
+        (None, None),
+        (None, {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}),
+    ],
+)
+def test_stages_that_share_devices_and_runs_that_measured_too_little_tell_no_rates(
+    fields: dict[str, Any] | None, points: dict[str, Any] | None
+) -> None:
+    chosen = config(4, 4) if fields is None else load(fields)
+    assert rates(chosen, {} if points is None else curves(4, 4, 9) | points) is None
 
 
 def test_the_advice_is_one_sentence() -> None:

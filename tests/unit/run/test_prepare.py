@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,18 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.service import Service
-from areal_core.errors import ConfigError, ProcessError, TrackingError
-from areal_core.launch.supervisor import FileLock
-from areal_core.run import ownership
-from areal_core.run.folders import run_folder
-from areal_core.run.preflight import preflight
+from areal_core.errors import ConfigError
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
+from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import Outbox
 from tests.support.runs import changed
 
 
 def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
     config = load(base | {"name": "my run"})
-    run = prepare(config, flow_run_id="flow", log=lambda line: None)
+    run = prepare(config, flow_run_id="flow", log=quiet)
     info = run.info()
     assert run.config() == config
     assert run.root == tmp_path / "state" / "runs" / info.run_id
@@ -38,45 +34,34 @@ def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
     assert info.checkpoint_url == f"{tmp_path}/store/runs/{info.run_id}"
     assert info.flow_run_id == "flow"
     assert info.tracking_uri is info.tracking_run_id is None
-    assert prepare(config, log=lambda line: None).root != run.root
+    assert prepare(config, log=quiet).root != run.root
 
 
-@pytest.mark.parametrize(
-    ("run_id", "said"),
-    [
-        *((name, "must be letters") for name in ("../up", "a b", ".hidden", "-x")),
-        *((name, r"must have at most 160 bytes, got \d+; shorten ") for name in ("x" * 161, "x" + "ä" * 80)),
-    ],
-    ids=len,
-)
-def test_unusable_run_id_is_refused(base: dict[str, Any], run_id: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^run_id: {said}"):
-        prepare(load(base), run_id=run_id)
+def quiet(line: str) -> None:
+    pass
 
 
-def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
-    """An evaluation is content with held-out prompts, a run is not."""
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    config = changed(base, task={"name": "rows", "held_out_path": str(held_out)})
-    preflight(config)
-    with pytest.raises(ConfigError, match=r"^task\.path: must be given, a file of prompts to train on$"):
-        prepare(config)
-
-
-def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from areal_core.tracking import mlflow_client
-
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What opens the run in MLflow, where a server answers."""
     start_run = MagicMock(return_value="tracked")
     monkeypatch.setattr(mlflow_client, "start_run", start_run)
     monkeypatch.setattr(mlflow_client, "experiment_of", lambda uri, run_id: f"of {run_id}")
     monkeypatch.setattr(mlflow_client, "check_reachable", lambda uri: None)
+    return start_run
+
+
+def test_tracking_run_is_opened_once_and_kept(
+    base: dict[str, Any], mlflow: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run needs no tracking server."""
     config = changed(base, tracking={"enabled": True, "uri": "http://tracker"})
     for flow in ("f1", "f2"):
-        info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=lambda line: None).info()
+        info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=quiet).info()
         assert (info.tracking_run_id, info.tracking_experiment_id, info.flow_run_id) == ("tracked", "of tracked", flow)
-    start_run.assert_called_once()
-    uri, experiment, name, tags, params, inputs = start_run.call_args.args
+        monkeypatch.setattr(mlflow_client, "check_reachable", pytest.fail)
+    mlflow.assert_called_once()
+    uri, experiment, name, tags, params, inputs = mlflow.call_args.args
     assert (uri, experiment, name) == ("http://tracker", "areal", "r")
     assert params["rollout"]["batch_size"] == 512
     assert " learns arithmetic: 25 steps of 512 completions" in tags["mlflow.note.content"]
@@ -87,79 +72,39 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
     assert tags["version.torch"].startswith("2.")
 
 
-def test_a_resumed_run_needs_no_tracking_server(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh one does: nothing could tell later which run there its points belong to."""
-    from areal_core.tracking import mlflow_client
-
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        config = changed(base, tracking={"enabled": True, "uri": uri})
-        with pytest.raises(TrackingError, match=r"^tracking\.uri: can't use MLflow at .*: Connection refused"):
-            prepare(config, run_id="r", log=lambda line: None)
-        with monkeypatch.context() as there:
-            there.setattr(mlflow_client, "start_run", lambda *_: "tracked")
-            there.setattr(mlflow_client, "experiment_of", lambda *_: "1")
-            there.setattr(mlflow_client, "check_reachable", lambda _: None)
-            prepare(config, run_id="r", log=lambda line: None)
-        assert prepare(config, run_id="r", log=lambda line: None).info().tracking_run_id == "tracked"
-
-
 def test_a_resumed_run_may_change_its_end_and_its_launch(base: dict[str, Any]) -> None:
-    first = prepare(load(base), run_id="r", log=lambda line: None)
+    first = prepare(load(base), run_id="r", log=quiet)
     outbox = Outbox(first.outbox, "r")
     outbox.end("FAILED")
     training = {"steps": 50, "engine": "deepspeed", "zero_stage": 3, "ranks": 2}
     later = changed(base, training=training, stop={"score": 0.9}, launch={"restarts": 7})
-    run = prepare(later, run_id="r", log=lambda line: None)
+    run = prepare(later, run_id="r", log=quiet)
     assert run == first
     assert run.config() == later
     assert outbox.ended() is None
     outbox.close()
 
 
-def test_resumed_run_refuses_another_configuration(base: dict[str, Any]) -> None:
-    prepare(load(base), run_id="r", log=lambda line: None)
-    other = changed(base, algorithm={"clip_eps": 0.1}, training={"learning_rate": 1.0})
-    said = r"^algorithm\.clip_eps: must be 0\.2 as when this run was started, got 0\.1;"
-    with pytest.raises(ConfigError, match=said):
-        prepare(other, run_id="r", log=lambda line: None)
-
-
-@pytest.mark.parametrize("settings", [{}, {"training": {"steps": 10}, "launch": {"restarts": 7}}])
-def test_finished_run_is_not_touched(base: dict[str, Any], settings: dict[str, Any]) -> None:
-    run = prepare(load(base), run_id="r", log=lambda line: None)
-    run.summary.write_text('{"steps": 10}')  # it had enough before its 25 steps
-    written = (run.root / "run.json").stat().st_mtime_ns
-    assert prepare(changed(base, **settings), run_id="r", log=lambda line: None) == run
-    assert (run.root / "run.json").stat().st_mtime_ns == written
-    assert run.config() == load(base)
-
-
-@pytest.mark.parametrize("end", [{"training": {"steps": 50}}, {"stop": {"score": 0.9}}])
-def test_a_finished_run_with_another_end_goes_on(base: dict[str, Any], end: dict[str, Any]) -> None:
-    run = prepare(load(base), run_id="r", log=lambda line: None)
+@pytest.mark.parametrize(
+    ("settings", "resumes"),
+    [
+        ({}, False),
+        ({"training": {"steps": 10}, "launch": {"restarts": 7}}, False),  # it had enough before its 25 steps
+        ({"training": {"steps": 50}}, True),
+        ({"stop": {"score": 0.9}}, True),
+    ],
+)
+def test_only_a_finished_run_with_another_end_goes_on(
+    base: dict[str, Any], settings: dict[str, Any], resumes: bool
+) -> None:
+    run = prepare(load(base), run_id="r", log=quiet)
     run.summary.write_text('{"steps": 10}')
+    written = (run.root / "run.json").stat().st_mtime_ns
     with closing(Outbox(run.outbox, "r")) as outbox:
         outbox.end("FINISHED")
-        prepare(changed(base, **end), run_id="r", log=lambda line: None)
-        assert outbox.ended() is None
-    assert not run.summary.exists()
-    assert run.superseded.exists()
-
-
-@pytest.mark.parametrize("prepared", [True, False], ids=["resumed", "new"])
-def test_a_run_that_another_launcher_has_is_not_touched(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prepared: bool
-) -> None:
-    monkeypatch.setattr(ownership, "_OWNER_S", -15.0)
-    config = load(base)
-    root = prepare(config, run_id="r", log=lambda line: None).root if prepared else run_folder(config, "r").root
-    root.mkdir(parents=True, exist_ok=True)
-    before = {file: file.read_bytes() for file in root.glob("*.json")}
-    with FileLock(root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
-        prepare(config, run_id="r", log=lambda line: None)
-    assert {file: file.read_bytes() for file in root.glob("*.json")} == before
+        assert prepare(changed(base, **settings), run_id="r", log=quiet) == run
+        assert (outbox.ended() is None) == run.superseded.exists() == (not run.summary.exists()) == resumes
+    assert ((run.root / "run.json").stat().st_mtime_ns != written) == (run.config() != load(base)) == resumes
 
 
 ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "note": "a"} for i in range(4)]
@@ -177,19 +122,18 @@ def of_rows(base: dict[str, Any], tmp_path: Path) -> RunConfig:
     return changed(base, task={"name": "rows", **paths})
 
 
-@pytest.mark.parametrize("machine", ["same", "another"])
 @pytest.mark.parametrize(
-    ("file", "rows"),
+    ("file", "rows", "machine"),
     [
-        ("path", ROWS[::-1]),
-        ("path", [*ROWS[:3], {"question": "3+3=", "answer": "7"}]),
-        ("held_out_path", [{"question": "9+9=", "answer": "18"}]),
+        ("path", ROWS[::-1], "same"),
+        ("path", [*ROWS[:3], {"question": "3+3=", "answer": "7"}], "another"),
+        ("held_out_path", [{"question": "9+9=", "answer": "18"}], "another"),
     ],
 )
 def test_a_resumed_run_refuses_other_rows(
     of_rows: RunConfig, tmp_path: Path, machine: str, file: str, rows: list[dict[str, Any]]
 ) -> None:
-    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    run = prepare(of_rows, run_id="r", log=quiet)
     if machine == "another":
         extra = {"config": of_rows.to_dict(), checkpoint.PROMPTS: run.info().prompts, checkpoint.BASE: None}
         checkpoint.save(Storage.open(run.info().checkpoint_url), 1, {}, extra)
@@ -197,27 +141,21 @@ def test_a_resumed_run_refuses_other_rows(
     put_rows(tmp_path, file, rows)
     said = rf"^task\.{file}: gives other prompts than when this run was started; put back what the task's files"
     with pytest.raises(ConfigError, match=said):
-        prepare(of_rows, run_id="r", log=lambda line: None)
+        prepare(of_rows, run_id="r", log=quiet)
 
 
-def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses_others(
+async def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses_others(
     of_rows: RunConfig, tmp_path: Path
 ) -> None:
-    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    run = prepare(of_rows, run_id="r", log=quiet)
     assert run.info().prompts.keys() == {"task.path", "task.held_out_path"}
     put_rows(tmp_path, "path", [row | {"note": "b"} for row in ROWS])
-    assert prepare(of_rows, run_id="r", log=lambda line: None).info().prompts == run.info().prompts
+    assert prepare(of_rows, run_id="r", log=quiet).info().prompts == run.info().prompts
+    Service(run)
+    with closing(Outbox(run.outbox, "r")) as outbox:
+        report = outbox.pending_document()
+    assert report is not None
+    assert report.data["training"]["rows"] == len(ROWS)
     put_rows(tmp_path, "path", ROWS[::-1])
     with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
         Service(run)
-
-
-async def test_controller_records_the_dataset_report_of_its_files(of_rows: RunConfig) -> None:
-    run = prepare(of_rows, run_id="r", log=lambda line: None)
-    Service(run)
-    outbox = Outbox(run.outbox, "r")
-    found = {}
-    while (document := outbox.pending_document()) is not None:
-        found[document.kind] = document.data
-        outbox.settle_document(document)
-    assert found["dataset_report"]["training"]["rows"] == len(ROWS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -59,8 +58,6 @@ def ask(head_node: HeadNode) -> Asked:
 
 
 def test_what_a_copy_begins_with(ask: Asked, head_node: HeadNode) -> None:
-    (head_node.model / ".hidden").touch()
-    (head_node.model / "folder").mkdir()
     status, content = ask("GET", "/run")
     about = json.loads(content)
     assert (status, about["run_id"], about["ended"]) == (200, "r", None)
@@ -84,6 +81,7 @@ def test_versions_are_taken_from_rank_0_alone(ask: Asked, head_node: HeadNode) -
 def test_other_files_than_the_models_are_not_served(ask: Asked, head_node: HeadNode, name: str) -> None:
     (head_node.model / ".hidden").touch()
     (head_node.model / "folder").mkdir()
+    assert "folder" not in json.loads(ask("GET", "/run")[1])["model"]
     assert ask("GET", f"/model/{name}") == (404, b"the model has no such file")
 
 
@@ -97,13 +95,6 @@ def test_a_version_as_long_as_it_is_kept(ask: Asked, head_node: HeadNode) -> Non
     assert ask("GET", "/versions/7?digest=abc") == (404, line.encode())
     weights.release(head_node.run.weights, [7])
     assert ask("GET", "/versions/7") == (404, b"version 7 is not there, or not any more")
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "x", "1e9", "99999999999", "9" * 5000])
-def test_what_is_no_version(ask: Asked, number: str) -> None:
-    status, content = ask("GET", f"/versions/{number}")
-    assert status == 400
-    assert len(content.splitlines()) == 1
 
 
 SEGMENT = bytes(range(256))
@@ -124,7 +115,6 @@ def segment(head_node: HeadNode) -> Path:
         ("0-256", SEGMENT),
         ("0-3,250-256", SEGMENT[:3] + SEGMENT[250:]),
         ("250-256,0-3", SEGMENT[250:] + SEGMENT[:3]),
-        ("5-5", b""),
         ("256-256", b""),
         ("0-128,0-128", SEGMENT[:128] * 2),
     ],
@@ -134,39 +124,22 @@ def test_parts_of_a_segment_come_end_to_end(ask: Asked, spans: str, parts: bytes
     assert ask("GET", f"/payloads/000002-000007?spans={spans}") == (200, parts)
 
 
-@pytest.mark.parametrize("spans", ["0-257", "256-257", "300-300", "0-3,250-999999999999999", "0-200,0-57"])
-@pytest.mark.usefixtures("segment")
-def test_more_than_a_segment_has_is_refused(ask: Asked, spans: str) -> None:
-    line = b"spans: must lie in segment 000002-000007, and be no more bytes than it has"
-    assert ask("GET", f"/payloads/000002-000007?spans={spans}") == (416, line)
+MORE = ["0-257", "256-257", "300-300", "0-3,250-999999999999999", "0-200,0-57"]
+NONE = ["", "0", "3-1", "-1-3", "0-", "a-b", "0-3,", "0-3;5-6", "0-3%0A", "%D9%A1-3", "+1-3", "9" * 5000]
 
 
 @pytest.mark.parametrize(
-    "spans", ["", "0", "3-1", "-1-3", "0-", "a-b", "0-3,", "0-3;5-6", "0-3%0A", "%D9%A1-3", "+1-3", "9" * 5000]
+    ("spans", "status", "line"),
+    [
+        *((spans, 416, b"spans: must lie in segment 000002-000007, and be no more bytes than") for spans in MORE),
+        *((spans, 400, b"spans: must be first bytes and those after the last, as 0-48,96-200, got ") for spans in NONE),
+    ],
 )
 @pytest.mark.usefixtures("segment")
-def test_spans_that_are_none_are_refused_in_one_line(ask: Asked, spans: str) -> None:
-    status, content = ask("GET", f"/payloads/000002-000007?spans={spans}")
-    assert status == 400
-    assert content.startswith(b"spans: must be first bytes and those after the last, as 0-48,96-200, got ")
+def test_spans_that_are_none_are_refused_in_one_line(ask: Asked, spans: str, status: int, line: bytes) -> None:
+    got, content = ask("GET", f"/payloads/000002-000007?spans={spans}")
+    assert (got, content[: len(line)], len(content.splitlines())) == (status, line, 1)
     assert len(content) < 250
-    assert len(content.splitlines()) == 1
-
-
-def test_a_segment_that_is_not_there(ask: Asked, segment: Path) -> None:
-    line = b"segment 000002-000008 can't be read: No such file or directory"
-    assert ask("GET", "/payloads/000002-000008?spans=0-1") == (404, line)
-    assert ask("GET", f"/payloads/{'1' * 999}-000001?spans=0-1")[0] == 404
-    segment.unlink()
-    segment.mkdir()
-    assert ask("GET", "/payloads/000002-000007?spans=0-1")[0] == 404
-
-
-@pytest.mark.parametrize("name", ["token", "..%2Ftoken", "000002-000007.bin", "2-7", "..%2Fpayloads%2F000002-000007"])
-def test_nothing_but_segments_is_read(ask: Asked, segment: Path, name: str) -> None:
-    (segment.parent / "token.bin").touch()
-    segment.with_name("2-7.bin").write_bytes(SEGMENT)
-    assert ask("GET", f"/payloads/{name}?spans=0-1") == (404, b"404: Not Found")
 
 
 def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
@@ -193,16 +166,6 @@ def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> Non
     assert json.loads(ask("GET", "/run")[1])["ended"] == "in order"
 
 
-def test_a_body_of_brackets_is_refused(ask: Asked) -> None:
-    assert ask("POST", "/nodes/a", b"[" * 200_000) == (400, b"body: is nested too deeply")
-
-
-def test_a_share_that_is_taken_is_refused_in_one_line(ask: Asked) -> None:
-    ask.hear("a")
-    status, content = ask("POST", "/nodes/b", json.dumps(SAID).encode())
-    assert (status, content[:35]) == (409, b"--head: generation 0 of run r is ru")
-
-
 def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadNode) -> None:
     ask.hear()
     path, file = "/nodes/a/logs/generation-0.log", head_node.run.logs / "generation-0.log"
@@ -211,20 +174,6 @@ def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadN
     assert ask("POST", f"{path}?offset=9", b"two\n") == (409, b'{"size": 4}')
     assert ask("POST", f"{path}?offset=4", b"two\n") == (200, b'{"size": 8}')
     assert file.read_text() == "one\ntwo\n"
-
-
-def test_a_log_that_would_get_too_large_is_rotated(ask: Asked, head_node: HeadNode) -> None:
-    ask.hear()
-    path, file = "/nodes/a/logs/generation-0.log", head_node.run.logs / "generation-0.log"
-    most = head_node.config.launch.log_bytes
-    assert ask("POST", f"{path}?offset=0", b"0" * most)[0] == 200
-    for number in range(1, 4):
-        assert ask("POST", f"{path}?offset={most}", b"x") == (409, b'{"size": 0}')
-        assert ask("POST", f"{path}?offset={most}", b"x") == (409, b'{"size": 0}')  # nothing is moved twice
-        assert ask("POST", f"{path}?offset=0", str(number).encode() * most)[0] == 200
-    kept = [file.with_name(f"{file.name}.{number}") for number in (1, 2, 3)]
-    assert [older.read_text()[:1] for older in kept if older.exists()] == ["2", "1"]
-    assert ask("POST", f"{path}?offset={most}", b"x" * (2**20 + 1))[0] == 413
 
 
 def test_a_timeline_has_a_bound(ask: Asked, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +209,45 @@ def test_what_is_not_a_workers_own_is_refused(ask: Asked, head_node: HeadNode, p
     assert sorted(head_node.run.root.rglob("*")) == before
 
 
-def test_nothing_is_taken_of_a_worker_without_a_share(ask: Asked, head_node: HeadNode) -> None:
-    assert ask("POST", "/nodes/a/logs/generation-0.log?offset=0", b"x") == (410, b"node: has no share of this run")
+NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
+NO_SEGMENTS = (
+    "token",
+    "..%2Ftoken",
+    "000002-000007.bin",
+    "2-7",
+    "..%2Fpayloads%2F000002-000007",
+    f"{'1' * 999}-000001",
+)
+BEAT = {"pid": 7, "beats": 3, "turns": 2, "progress": 9, "doing": "x" * 1000, "waits_for": None}
+BOUNDS = ({"first": -1}, {"count": 0}, {"address": "x" * 1000}, {"heartbeats": {"generation-0": BEAT}})
+NO_SHARES = (b"", b"{", b"[]", b'{"role": 1}', b"\xff", *(json.dumps(SAID | fields).encode() for fields in BOUNDS))
+LOG = "nodes/b/logs/generation-0.log?offset=0"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"role": "generation"}', b'{"role": 1}', b"\xff"])
-def test_a_body_that_is_none_is_refused_in_one_line(ask: Asked, body: bytes) -> None:
-    status, content = ask("POST", "/nodes/a", body)
-    assert status == 400
-    assert len(content.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("path", "body", "status", "line"),
+    [
+        *((f"versions/{number}", None, 400, b"") for number in NO_VERSIONS),
+        *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
+        ("payloads/000002-000008?spans=0-1", None, 404, b"segment 000002-000008 can't be read: No such file or dir"),
+        ("payloads/000003-000007?spans=0-1", None, 404, b""),  # a folder
+        ("nodes/b", json.dumps(SAID).encode(), 409, b"--head: generation 0 of run r is run by another"),
+        (LOG, b"x", 410, b"node: has no share of this run"),
+        (LOG.replace("/b/", "/a/"), b"x" * (2**20 + 1), 413, b""),
+        ("nodes/a", b"[" * 200_000, 400, b"body: is nested too deeply"),
+        *(("nodes/a", body, 400, b"") for body in NO_SHARES),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_requests_are_refused_in_one_line(
+    ask: Asked, segment: Path, path: str, body: bytes | None, status: int, line: bytes
+) -> None:
+    segment.with_name("token.bin").touch()
+    segment.with_name("2-7.bin").write_bytes(SEGMENT)
+    segment.with_name("000003-000007.bin").mkdir()
+    ask.hear("a")
+    got, content = ask("GET" if body is None else "POST", f"/{path}", body or b"")
+    assert (got, content[: len(line)], len(content.splitlines())) == (status, line, 1)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -301,30 +280,6 @@ def url(head_node: HeadNode, *, but: str | None = None) -> str:
     return info["url"]
 
 
-def test_a_process_in_the_place_of_another_one_is_found_where_that_was(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    first = start()
-    where = url(head_node)
-    first.kill()
-    first.wait()
-    head_node.run.ready_file("files").unlink()
-    second = start()
-    assert url(head_node) == where
-    second.terminate()
-    assert second.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    head_node.run.ready_file("files").unlink()
-    port = int(where.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):  # which somebody else has taken meanwhile
-        third = start()
-        _, said = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 1
-    [line] = said.decode().splitlines()
-    assert f"files-port: this machine can't listen on port {port} of 127.0.0.1 again: Address already in use; " in line
-    write_json(head_node.run.summary, {})
-    assert start().wait(PATIENCE_S) == 0  # nobody is to be told
-
-
 def test_parts_of_thousands_of_completions_are_one_request(
     head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]], segment: Path
 ) -> None:
@@ -334,27 +289,6 @@ def test_parts_of_thousands_of_completions_are_one_request(
     spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
     with closing(Head(url(head_node), head_node.run.token()).session()) as session:
         assert session.ask("GET", f"/payloads/{segment.stem}?spans={spans}") == (200, data[: len(data) // 2])
-
-
-def test_a_port_that_is_taken_is_one_line(head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = start(files_port=port)
-        _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    line = f"areal: error: launch.files_port: this machine can't listen on port {port} of 127.0.0.1: "
-    assert said.decode().startswith(line)
-    assert len(said.splitlines()) == 1
-
-
-def test_a_model_that_can_not_be_read_is_one_line(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    head_node.model.rename(head_node.model.with_name("moved"))
-    process = start()
-    _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    assert said.decode() == f"areal: error: [Errno 2] No such file or directory: '{head_node.model}'\n"
 
 
 def test_remote_workers_hear_of_an_end_before_it_ends(

@@ -86,14 +86,10 @@ def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nod
     ("name", "what", "line"),
     [
         ("../a", said(), "node: must be letters, digits"),
-        ("", said(), "node: must be letters, digits"),
-        ("a", said(role="launcher"), r"launch\.remote_roles: must be launcher or both"),
         ("a", said(2), r"--first: servers 2 to 2 are more than the run has"),
         ("a", said(0, role="trainer"), "--node: must be from 1 to 1"),
-        ("a", said(2, role="trainer"), "--node: must be from 1 to 1"),
         ("a", said(ready={"generation-1": {"pid": 1}}), "ready, heartbeats: 'generation-1' is none of generation-0$"),
         ("a", said(heartbeats={"controller-0": BEAT}), "ready, heartbeats: 'controller-0' is none of generation-0$"),
-        ("a", said(1, role="trainer", ready={"trainer-0": {"pid": 1}}), "ready, heartbeats: 'trainer-0' is none of "),
     ],
 )
 def test_what_no_worker_says_changes_nothing(
@@ -103,19 +99,3 @@ def test_what_no_worker_says_changes_nothing(
         nodes.hear(name, what)
     assert not nodes.awaited
     assert not list(head_node.run.ready.iterdir())
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"first": -1},
-        {"count": 0},
-        {"address": "x" * 1000},
-        {"ready": {"generation-0": {"pid": "7"}}},
-        {"heartbeats": {"generation-0": BEAT | {"doing": "x" * 1000}}},
-        {"heartbeats": {"generation-0": BEAT | {"beats": -1}}},
-    ],
-)
-def test_bodies_are_checked_field_by_field(fields: dict[str, Any]) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        said(**fields)

@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.run.remote.share import Share, owned, places
+from areal_core.run.remote.share import Share, owned
 
 
 def config(**generation: Any) -> RunConfig:
@@ -22,61 +22,53 @@ def config(**generation: Any) -> RunConfig:
     )
 
 
-def test_servers() -> None:
-    share = Share(role="generation", first=1, count=2).settled(config())
-    assert list(share.indices) == [1, 2]
-    its = owned(config(), share)
-    assert its.processes == {"generation-1", "generation-2"}
-    assert its.files == {
-        ("logs", "generation-1.log"),
-        ("logs", "generation-2.log"),
-        ("logs", "host-generation-1.log"),
-        ("timeline", "generation-1.jsonl"),
-        ("timeline", "generation-2.jsonl"),
-    }
-
-
-def test_servers_of_vllm_whose_timelines_the_controller_writes() -> None:
-    settings = config(engine="vllm", slots=64)
-    its = owned(settings, Share(role="generation", first=2, count=1).settled(settings))
-    assert its.files == {("logs", f"{name}.log") for name in ("generation-2", "vllm-2", "host-generation-2")}
-
-
-def test_ranks() -> None:
-    share = Share(role="trainer", first=1).settled(config())
-    its = owned(config(), share)
-    assert its.processes == {"trainer-2", "trainer-3"}
-    assert its.files == {
-        ("logs", "node-1.log"),
-        ("logs", "host-trainer-1.log"),
-        ("timeline", "trainer-2.jsonl"),
-        ("timeline", "trainer-3.jsonl"),
-    }
-
-
-def test_rank_0_on_another_machine() -> None:
-    launch = {"remote_roles": "trainer", "head_trains": False, "devices": 8}
-    settings = load({"launch": launch, "training": {"ranks": 1}})
-    its = owned(settings, Share(role="trainer", first=0).settled(settings))
-    assert its.processes == {"trainer-0"}
-    assert {("timeline", "trainer-0.jsonl"), ("timeline", "publisher-0.jsonl")} < its.files
-    with pytest.raises(ConfigError, match=r"^--node: must be from 0 to 0, got 1"):
-        Share(role="trainer", first=1).settled(settings)
-
-
-def test_reward_workers() -> None:
-    """Their places come after those of the controller's machine, and one process has all of them."""
-    settings = load({"rollout": {"reward_workers": 3}})
-    share = Share(role="rewards", first=2, count=2).settled(settings)
-    assert list(places(settings, share)) == [5, 6]
-    its = owned(settings, share)
-    assert its.processes == {"rewards-5"}
-    assert its.files == {
-        ("logs", "rewards-5.log"),
-        ("logs", "host-rewards-2.log"),
-        ("timeline", "rewards-5.jsonl"),
-        ("timeline", "rewards-6.jsonl"),
-    }
+@pytest.mark.parametrize(
+    ("settings", "share", "processes", "files"),
+    [
+        pytest.param(
+            config(),
+            Share(role="generation", first=1, count=2),
+            {"generation-1", "generation-2"},
+            {"logs/generation-1", "logs/generation-2", "logs/host-generation-1", "timeline/generation-1",
+             "timeline/generation-2"},
+            id="servers",
+        ),
+        pytest.param(  # whose timelines the controller writes
+            config(engine="vllm", slots=64),
+            Share(role="generation", first=2, count=1),
+            {"generation-2"},
+            {"logs/generation-2", "logs/vllm-2", "logs/host-generation-2"},
+            id="servers of vLLM",
+        ),
+        pytest.param(
+            config(),
+            Share(role="trainer", first=1),
+            {"trainer-2", "trainer-3"},
+            {"logs/node-1", "logs/host-trainer-1", "timeline/trainer-2", "timeline/trainer-3"},
+            id="ranks",
+        ),
+        pytest.param(
+            load({"launch": {"remote_roles": "trainer", "head_trains": False}, "training": {"ranks": 1}}),
+            Share(role="trainer", first=0),
+            {"trainer-0"},
+            {"logs/node-0", "logs/host-trainer-0", "timeline/trainer-0", "timeline/publisher-0"},
+            id="rank 0 on another machine",
+        ),
+        pytest.param(  # their places come after those of the controller's machine, and one process has all of them
+            load({"rollout": {"reward_workers": 3}}),
+            Share(role="rewards", first=2, count=2),
+            {"rewards-5"},
+            {"logs/rewards-5", "logs/host-rewards-2", "timeline/rewards-5", "timeline/rewards-6"},
+            id="reward workers",
+        ),
+    ],
+)  # fmt: skip
+def test_processes_and_files_of_a_share(
+    settings: RunConfig, share: Share, processes: set[str], files: set[str]
+) -> None:
+    its = owned(settings, share.settled(settings))
+    assert its.processes == processes
+    assert {f"{folder}/{name.rpartition('.')[0]}" for folder, name in its.files} == files
 
 
 def test_shares_overlap_in_one_role() -> None:
