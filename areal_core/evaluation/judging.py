@@ -14,8 +14,8 @@ from areal_core.environments.failures import Failures
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
-from areal_core.rewards import apart
 from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.worker import judged_apart
 from areal_core.types import Outcome, Prompt
 
 _TOGETHER = 32  # problems in a message, at most
@@ -90,7 +90,7 @@ class Judges:
 
 def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
     judge = _judge(config)
-    with verdicts.apart(functools.partial(apart.judge, config) if job.apart else None):
+    with verdicts.apart(functools.partial(judged_apart, config) if job.apart else None):
         return [_verdict(judge, *completion) for completion in job.completions]
 
 

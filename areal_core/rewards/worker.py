@@ -3,7 +3,7 @@
 A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
 take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
 it gets a RewardError, which says nothing about the completions, and starts another one. Then each completion of the
-group is judged in a process of its own (`Arrived.apart`, `rewards.apart`), so that only the one at fault is lost.
+group is judged in a worker of its own (`Arrived.apart`, `judged_apart`), so that only the one at fault is lost.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
-from areal_core.environments.registry import open_environment
+from areal_core.environments.registry import open_environment, open_judge
+from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards import apart
-from areal_core.rewards.apart import LAST_WORDS_S, START_S
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import Prompt
+from areal_core.types import Outcome, Prompt
 
+_START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
+_LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
 _spawn = multiprocessing.get_context("spawn")
 _STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
@@ -56,7 +57,7 @@ class Arrived:
 
 def time_limit(message: Any, limit_s: float) -> float:
     """Seconds that a worker has for a message, where one verdict has `limit_s`."""
-    each_s = limit_s + START_S if getattr(message, "apart", False) else limit_s
+    each_s = limit_s + _START_S if getattr(message, "apart", False) else limit_s
     return each_s * max(1, len(getattr(message, "completions", ())))
 
 
@@ -86,7 +87,7 @@ class WorkerProcess:
         """Blocks until it is ready. Raises RewardWorkerError."""
         try:
             if not self._started:
-                self._receive(time.monotonic() + START_S)
+                self._receive(time.monotonic() + _START_S)
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
         except BlockingIOError:
@@ -102,7 +103,7 @@ class WorkerProcess:
         start, whole_s = time.monotonic(), time_limit(message, limit_s)
         try:
             forgotten, self.forgotten = self.forgotten, []
-            deadline = start + whole_s + LAST_WORDS_S
+            deadline = start + whole_s + _LAST_WORDS_S
             self._limit(deadline)
             self._pipe.send((forgotten, limit_s, message))
             result = self._receive(deadline)
@@ -154,6 +155,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
 
     logs.start("reward", place)
     die_with_parent()
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore - it has workers too: `outcome_apart`
     faulthandler.enable()
     faulthandler.register(_STACK)
     pipe.send((None, time.process_time()))
@@ -243,7 +245,7 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
         )
     _running = rollout
     try:
-        with verdicts.apart(functools.partial(apart.judge, config) if message.apart else None):
+        with verdicts.apart(functools.partial(judged_apart, config) if message.apart else None):
             outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
@@ -254,6 +256,45 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
 
 
 _running: GroupRollout | None = None  # in a worker: the group that its message is for
+
+
+def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text, from a worker of its own. Raises RewardTimeoutError with its stack for a verifier that
+    hangs, VerifierError for one that ends its process or can't be imported, and what the verifier raises."""
+    worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
+    name = config.environment.judged_by
+    try:
+        found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
+    except RewardTimeoutError as error:
+        said = str(error)  # in native code it could not say more
+        raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
+    except RewardWorkerError:
+        worker.process.join()
+        how = f"it ended its process, with status {worker.process.exitcode}"
+        raise VerifierError(verdicts.told(name, how, prompt, text)) from None
+    finally:
+        worker.kill()
+    if isinstance(found, ArealError):
+        raise found
+    return found
+
+
+def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
+    try:
+        return outcome_apart(config, prompt, text)
+    except (RewardTimeoutError, VerifierError) as error:
+        return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
+
+
+def _verdict(config: RunConfig, judged: tuple[Prompt, str]) -> Verdict:
+    """In a worker: in an event loop, as environments call a verifier."""
+    judge = open_judge(config)
+
+    async def verdict() -> Verdict:
+        return judge(*judged, truncated=False)
+
+    return _loop().run_until_complete(verdict())
 
 
 def _failed(failure: str) -> None:

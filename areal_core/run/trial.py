@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import RewardError, RewardTimeoutError, UserCodeError, VerifierError
-from areal_core.rewards import apart
+from areal_core.rewards.worker import outcome_apart
 from areal_core.types import Prompt
 
 
@@ -14,7 +14,7 @@ def try_verifier(config: RunConfig, task: Prompt, log: Callable[[str], None]) ->
     """Have the verifier judge the gold answer of a prompt, in a process of its own. Raises UserCodeError with the
     traceback, the prompt and the completion where it raises, returns no score from 0 to 1, hangs or dies."""
     try:
-        found = apart.outcome(config, task, task.answer)
+        found = outcome_apart(config, task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
         raise UserCodeError(str(error)) from None
     except RewardError as error:
