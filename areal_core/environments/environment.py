@@ -92,7 +92,7 @@ class EnvContext:
 
     @functools.cached_property
     def _judge(self) -> Judge:
-        return Judge(self.environment.judged_by, self.verify, verify_truncated=self.environment.verify_truncated)
+        return Judge(self.environment, self.verify)
 
     def reward(self, score: float | None) -> float | None:
         """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1; none for none."""

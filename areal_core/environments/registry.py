@@ -38,10 +38,13 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
 
 
 def open_environment(
-    config: RunConfig, tokenizer: Tokenizer, on_failure: Callable[[str], None] = lambda failure: None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    on_failure: Callable[[str], None] = lambda failure: None,
+    verify: Verifier | None = None,
 ) -> Environment:
-    """The environment that `config` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
-    naming the field, for one that can't be found."""
+    """The environment that `config` names, with its verifier unless `verify` takes that one's place; `on_failure` is
+    told what the verifier fails with. Raises ConfigError, naming the field, for one that can't be found."""
     make = find("environment.name", config.environment.name, ENVIRONMENTS)
     context = EnvContext(
         environment=config.environment,
@@ -49,7 +52,7 @@ def open_environment(
         algorithm=config.algorithm,
         tokenizer=tokenizer,
         dialogue=Dialogue(config.task.chat, tokenizer),
-        verify=open_verifier(config.environment, config.task),
+        verify=verify or open_verifier(config.environment, config.task),
         on_failure=on_failure,
     )
     try:
@@ -66,10 +69,9 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
-def open_judge(config: RunConfig) -> Judge:
-    """The judge of completions outside of an environment. Raises as `open_verifier` does."""
-    verify = open_verifier(config.environment, config.task)
-    return Judge(config.environment.judged_by, verify, verify_truncated=config.environment.verify_truncated)
+def open_judge(config: RunConfig, verify: Verifier | None = None) -> Judge:
+    """The judge of completions outside of an environment, as `open_environment` has it."""
+    return Judge(config.environment, verify or open_verifier(config.environment, config.task))
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

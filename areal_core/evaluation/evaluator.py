@@ -46,7 +46,7 @@ class Evaluator:
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
         dialogue = Dialogue(config.task.chat, self._tokenizer)
-        self._sampling = self._benchmark.sampling(dialogue.stop_token_ids(model_path))
+        self._stop_token_ids = dialogue.stop_token_ids(model_path)
         self.judges = Judges(config, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 
@@ -54,13 +54,14 @@ class Evaluator:
         """The scores of `version`, and the file of a table with a row for every problem."""
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.digest[:8]}.jsonl"
-        with RecordFile(file, self._benchmark.of(version.digest).about, synced=False) as records:
+        about = {**self._benchmark.about, "model": {"digest": version.digest}}
+        with RecordFile(file, about, synced=False) as records:
             collector = Collector(
-                self._benchmark.problems,
+                self._benchmark,
                 records,
-                self._sampling,
                 self._tokenizer,
                 self.judges,
+                stop_token_ids=self._stop_token_ids,
                 version=version.version,
                 on_record=lambda _: heartbeat.progressed(),
             )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments import verdicts
 from areal_core.environments.failures import Failures
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
@@ -89,9 +88,8 @@ class Judges:
 
 
 def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
-    judge = _judge(config)
-    with verdicts.apart(functools.partial(judged_apart, config) if job.apart else None):
-        return [_verdict(judge, *completion) for completion in job.completions]
+    judge = _judge(config, job.apart)
+    return [_verdict(judge, *completion) for completion in job.completions]
 
 
 def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
@@ -105,4 +103,6 @@ def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdi
     return Verdict(Outcome.FAILED, None, failure=failure)
 
 
-_judge = functools.lru_cache(maxsize=1)(open_judge)
+@functools.lru_cache(maxsize=2)
+def _judge(config: RunConfig, apart: bool) -> Judge:
+    return open_judge(config, functools.partial(judged_apart, config) if apart else None)

@@ -55,9 +55,14 @@ class Arrived:
     apart: bool = False  # each verdict is found in a process of its own
 
 
+def _is_apart(message: Any) -> bool:
+    """Whether each of its verdicts has a worker of its own, which sees to its time."""
+    return getattr(message, "apart", False)
+
+
 def time_limit(message: Any, limit_s: float) -> float:
     """Seconds that a worker has for a message, where one verdict has `limit_s`."""
-    each_s = limit_s + _START_S if getattr(message, "apart", False) else limit_s
+    each_s = limit_s + _START_S if _is_apart(message) else limit_s
     return each_s * max(1, len(getattr(message, "completions", ())))
 
 
@@ -170,7 +175,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
             if group in _suspended:
                 _suspended.pop(group).close()
         tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
-        with limited(tell, limit_s):
+        with limited(tell, None if _is_apart(message) else limit_s):
             result = attempt(function, message)
         tell(result)
 
@@ -191,12 +196,12 @@ def attempt(function: Callable[[Any], Any], message: Any) -> Any:
 
 
 @contextmanager
-def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float) -> Iterator[None]:
+def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float | None) -> Iterator[None]:
     """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. Native code may keep it
-    from that."""
+    from that. None: there is no limit."""
 
     def end(_: int, frame: FrameType | None) -> None:
-        tell(RewardTimeoutError(verdicts.hung(frame, limit_s, _waiting())))
+        tell(RewardTimeoutError(verdicts.hung(frame, limit_s or 0.0, _waiting())))
         os._exit(1)
 
     signal.signal(signal.SIGALRM, end)
@@ -238,15 +243,14 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
         rollout = _suspended.pop(message.group)
     else:
         rollout = GroupRollout(
-            _environment(config, model_path),
+            _environment(config, model_path, message.apart),
             message.prompt,
             n=config.algorithm.group_size,
             max_new_tokens=config.task.max_new_tokens,
         )
     _running = rollout
     try:
-        with verdicts.apart(functools.partial(judged_apart, config) if message.apart else None):
-            outcome = _loop().run_until_complete(rollout.advance(message.completions))
+        outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
     if isinstance(outcome, ScoredGroup):
@@ -302,6 +306,7 @@ def _failed(failure: str) -> None:
         _running.failure = failure
 
 
-@functools.lru_cache(maxsize=1)
-def _environment(config: RunConfig, model_path: str) -> Environment:
-    return open_environment(config, Tokenizer.from_folder(model_path), _failed)
+@functools.lru_cache(maxsize=2)
+def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
+    verify = functools.partial(judged_apart, config) if apart else None
+    return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)

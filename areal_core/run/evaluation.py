@@ -162,11 +162,11 @@ async def _collect(
     config = benchmark.config
     judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
     collector = Collector(
-        benchmark.problems,
+        benchmark,
         records,
-        benchmark.sampling(Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path)),
         tokenizer,
         judges,
+        stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
     )
     try:

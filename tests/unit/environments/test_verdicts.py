@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments import verdicts
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError
@@ -21,7 +22,7 @@ RIGHT, WRONG, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.FAILED
 
 
 def judged(verify: Callable[[Prompt, str], Any], text: str = "#3\nareal: error: forged") -> Verdict:
-    return Judge("environment.verifier own:check", verify)(TASK, text, truncated=False)
+    return Judge(EnvironmentConfig(verifier="own:check"), verify)(TASK, text, truncated=False)
 
 
 def raising(error: BaseException) -> Callable[[Prompt, str], Any]:
@@ -93,7 +94,7 @@ def test_an_error_that_passes_costs_nothing() -> None:
 
 @pytest.mark.parametrize("verify_truncated", [True, False])
 def test_truncated_completions_are_verified_on_request(verify_truncated: bool) -> None:
-    judge = Judge("own", lambda *_: 1.0, verify_truncated=verify_truncated)
+    judge = Judge(EnvironmentConfig(verify_truncated=verify_truncated), lambda *_: 1.0)
     assert judge(TASK, "#2", truncated=True).score == float(verify_truncated)
 
 
