@@ -1,10 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from areal_core.config.schema import load
 from areal_core.environments.arithmetic import training_chain
-from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
@@ -18,23 +15,7 @@ def test_arithmetic_prompts_carry_text_tokens_and_gold_answer():
     assert prompt.token_ids == tokenizer.encode(chain.prompt)
 
 
-def test_held_out_prompts_do_not_depend_on_the_seed():
-    one, two = (open_source(load({"seed": seed, "task": {"held_out": 8}}), char_tokenizer()) for seed in (1, 2))
-    assert one.held_out() == two.held_out()
-    assert [prompt.index for prompt in one.held_out()] == list(range(8))
-    assert one.prompt(0) != two.prompt(0)
-
-
 def test_the_longest_arithmetic_prompt_must_fit():
     open_source(load({"task": {"held_out": 8, "max_prompt_tokens": 34}}), char_tokenizer())
     with pytest.raises(ConfigError, match=r"^task\.max_prompt_tokens: must be at least 34 .*got 33"):
         open_source(load({"task": {"held_out": 8, "max_prompt_tokens": 33}}), char_tokenizer())
-
-
-def test_a_task_of_rows_opens_its_files(tmp_path):
-    for name in ("train", "test"):
-        (tmp_path / name).write_text(f'{{"question": "{len(name)}+1=", "answer": "#### 1"}}\n')
-    task = {"name": "rows", "path": str(Path(tmp_path / "train")), "held_out_path": str(tmp_path / "test")}
-    source = open_source(load({"task": task, "model": {"path": "anywhere"}}), char_tokenizer())
-    assert isinstance(source, RowSource)
-    assert source.prompt(0).text == "5+1="

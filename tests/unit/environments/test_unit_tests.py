@@ -25,13 +25,6 @@ def packed(value, protocol=None):
     return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
-def test_human_eval():
-    [form] = published("humaneval.jsonl", "test")
-    assert form["entry_point"] == "twice"
-    assert form["prompt"].startswith("def twice(")
-    assert form["test"].startswith("def check(candidate):")
-
-
 @pytest.mark.parametrize(
     ("name", "field", "forms"),
     [
@@ -97,21 +90,15 @@ COUNT = "must hold as many inputs as outputs, at least one"
     ("value", "said"),
     [
         ("{", JSON),
-        ("eJw=", JSON),
         (packed("[")[:-4], JSON),
         ("[" * 100_000, f"{JSON}maximum recursion depth"),
         (None, "must hold a list of tests, or an object of inputs and outputs"),
-        ("7", "must hold a list of tests, or an object of inputs and outputs"),
-        ({}, COUNT),
-        ({"inputs": [], "outputs": []}, COUNT),
         ({"inputs": ["1"], "outputs": ["1", "2"]}, COUNT),
-        ({"inputs": [1], "outputs": ["1"]}, "must hold inputs and outputs that are text"),
         ({"inputs": [[1]], "outputs": ["1"]}, "must hold inputs and outputs that are text"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must hold arguments as a list, or as text with one a line"),
         ({"fn_name": "f", "inputs": [[date(2024, 1, 1)]], "outputs": [1]}, "must hold tests that JSON can say: "),
         ([], "must hold a test"),
         (["1"], "must hold tests with an input and an output each"),
-        ([{"input": "1"}], "must hold tests with an input and an output each"),
         (
             [STDIN, CALL],
             "must hold tests of one type, stdin, stdin_stdout, functional or function_call, got functional",

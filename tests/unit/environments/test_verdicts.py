@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -124,8 +123,3 @@ def test_a_request_for_another_try_gets_out_as_a_class_of_this_package(error: Re
     with pytest.raises(RewardError, match="1 2") as raised:
         judged(raising(error))
     assert type(raised.value) is RewardError
-
-
-def test_texts_of_a_verdict_are_texts() -> None:
-    verdict = judged(lambda *_: Verdict(RIGHT, 1.0, answer=Fraction(1, 2)))
-    assert verdict == Verdict(RIGHT, 1.0, answer="1/2")

@@ -117,22 +117,6 @@ async def test_groups_go_on_where_they_were_suspended(pool: RewardPool) -> None:
     assert await asyncio.gather(*last) == [BEGIN_ANEW] * 2
 
 
-async def test_the_worker_that_has_been_idle_for_longest_is_next(pool: RewardPool) -> None:
-    workers = [Played(pool, place=place) for place in (1, 2, 3)]
-    asking = [asyncio.create_task(worker.works()) for worker in workers]
-    await asyncio.sleep(0)
-    order: list[int] = []
-    for turn in (0, 1, 2, 0, 1):
-        advancing = advance(begun(pool))
-        done, _ = await asyncio.wait(asking, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        order += [asking.index(one) for one in done]
-        asking[turn] = asyncio.create_task(workers[turn].works(()))
-        assert await advancing == ()
-    assert order == [0, 1, 2, 0, 1]
-    for one in asking:
-        one.cancel()
-
-
 async def test_a_request_that_comes_twice_is_answered_twice_and_counts_once(pool: RewardPool) -> None:
     worker = Played(pool)
     advancing = advance(begun(pool))
@@ -204,13 +188,6 @@ async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
     assert len(pool._remote) == 1
     await assert_lost(session, working, SessionLostError)
     waiting.cancel()
-
-
-async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: RewardPool) -> None:
-    worker = Played(pool)
-    worker.answered = 4
-    assert await worker.is_given_up(REQUESTS)
-    assert len(pool._remote) == 0
 
 
 async def test_a_place_has_one_worker(pool: RewardPool) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
+from areal_core.api.wire import Arrival, encode_generation
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig
 from areal_core.environments.environment import given, sampled, side_by_side
-from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
+from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool
@@ -107,20 +107,6 @@ def test_a_group_is_scored_and_packed(model):
     assert summary.checksums == pack_group(payload)[1]
 
 
-def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
-    parts = (
-        body(completion("1-1=0;", [4] * 6, "abort"), completion("#3", [4, 4, 4])),
-        body(completion("0-7=3#3", [5] * 8)),
-    )
-    interrupted = SampledCompletion(segments=((parts[0], 0), (parts[1], 0)))
-    scored = score_group(RunConfig(), model, asked(), (interrupted, SampledCompletion(segments=((parts[0], 1),))))
-    payload = unpack_group(scored.payload, scored.summary)
-    assert payload.lengths.tolist() == [14, 3]
-    assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
-    assert scored.summary.rewards == (1.0, 1.0)
-    assert char_tokenizer().decode(payload.tokens[:14].tolist()) == "1-1=0;0-7=3#3"
-
-
 def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(model):
     scored = score_group(
         RunConfig(), model, asked(), whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0]))
@@ -167,14 +153,6 @@ def group_pool(start, model):
         return start(workers, 30.0, functools.partial(function, config, str(model)))
 
     return made
-
-
-async def test_the_pool_scores_in_processes_of_its_own(group_pool):
-    pool = group_pool()
-    scored = await pool.begin(asked()).advance(arrivals(completion("#3", [0, 0, 0])))
-    with pytest.raises(GenerationError):  # an error of its own comes back as it is
-        await pool.begin(asked()).advance([Arrival(0, 0, whole_completions(b"{}", 1)[0])])
-    assert scored.summary.correct == 1
 
 
 async def test_the_timeline_holds_the_cpu_time_of_every_score(tmp_path):
@@ -305,17 +283,6 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_
         await session.advance(arrivals(completion("#3", [0, 0, 0]), request=1))
     [request] = await session.advance(arrivals(completion("#0", [0, 0, 0])))  # it starts again, in another worker
     assert request.n == 1
-
-
-async def test_a_group_that_waits_for_completions_takes_no_worker(group_pool):
-    """One worker, three groups of two completions that end in turn: each is judged as it comes."""
-    pool = group_pool(n=2)
-    sessions = [pool.begin(asked()) for _ in range(3)]
-    for session in sessions:
-        assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
-    for session in reversed(sessions):
-        scored = await session.advance([Arrival(0, 1, whole(completion("#4", [1, 1, 1]))[0])])
-        assert scored.summary.rewards == (1.0, 0.0)
 
 
 async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, monkeypatch):
