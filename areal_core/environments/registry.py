@@ -10,7 +10,7 @@ from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext, Environment, Verdict, Verifier
+from areal_core.environments.environment import EnvContext, Environment, Verifier
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
@@ -23,17 +23,18 @@ from areal_core.models.tokenizer import Tokenizer
 ENVIRONMENTS: dict[str, Callable[[EnvContext], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 
 
-def _confined(verify: Callable[..., Verdict], environment: EnvironmentConfig) -> Verifier:
+def _confined(environment: EnvironmentConfig) -> Verifier:
     """A verifier whose scorer interprets what it reads, as environment.sandbox says. Raises ConfigError where this
     kernel can't."""
     confinement.check(environment.sandbox)
+    verify = procedural_share if environment.verifier == "reasoning_gym_share" else procedural
     return functools.partial(verify, isolation=environment.sandbox)
 
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
     "code": Programs,
-    "reasoning_gym": functools.partial(_confined, procedural),
-    "reasoning_gym_share": functools.partial(_confined, procedural_share),
+    "reasoning_gym": _confined,
+    "reasoning_gym_share": _confined,
 }
 
 

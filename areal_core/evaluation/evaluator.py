@@ -94,29 +94,25 @@ async def evaluate(run: RunDir) -> None:
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
     heartbeat.follow(asyncio.get_running_loop())
+    more = True
     try:
-        await _score_all(evaluator, controller, timeline)
+        await evaluator.servers.open()
+        while more:
+            try:
+                with heartbeat.waiting("controller-0", "no version to score"):
+                    version = await asyncio.to_thread(controller.next_evaluation)
+            except RunFinished:
+                return
+            logs.at_step(version.version)
+            heartbeat.say(f"version {version.version}: scoring")
+            start = time.monotonic()
+            evaluation, table = await evaluator.score(version)
+            timeline.span("evaluate", start, time.monotonic(), version.version)
+            logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
+            await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
+            more = await asyncio.to_thread(controller.evaluated, evaluation)
     finally:
         await evaluator.judges.close()
-
-
-async def _score_all(evaluator: Evaluator, controller: ControllerClient, timeline: TimelineWriter) -> None:
-    await evaluator.servers.open()
-    more = True
-    while more:
-        try:
-            with heartbeat.waiting("controller-0", "no version to score"):
-                version = await asyncio.to_thread(controller.next_evaluation)
-        except RunFinished:
-            return
-        logs.at_step(version.version)
-        heartbeat.say(f"version {version.version}: scoring")
-        start = time.monotonic()
-        evaluation, table = await evaluator.score(version)
-        timeline.span("evaluate", start, time.monotonic(), version.version)
-        logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
-        await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
-        more = await asyncio.to_thread(controller.evaluated, evaluation)
 
 
 def main() -> None:

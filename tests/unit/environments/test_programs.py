@@ -40,29 +40,25 @@ def code():
     return Programs(SETTINGS)
 
 
+RETURNED = "def pair(x):\n    return {}\n"
+
+
 @needs_sandbox
 @pytest.mark.parametrize(
     ("tests", "completion", "outcome"),
     [
-        (SUM, "So:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is it.", Outcome.CORRECT),
-        (SUM, "```python\nprint(3)\n```", Outcome.INCORRECT),
-        (SUM, "```python\nprint(sum(map(int, input().split())))\nexit(1)\n```", Outcome.INCORRECT),
+        (SUM, "print(sum(map(int, input().split())))\nexit(1)\n", Outcome.INCORRECT),
         (SUM, "```python\nprint(sum(map(int input().split())))\n```", Outcome.UNPARSABLE),
         (SUM, "I don't know.", Outcome.NO_ANSWER),
         (SUM, "```\nwhile True: pass\n```", Outcome.TIMED_OUT),
         (ADD, "def add(a, b):\n    print('beside the point')\n    return a + b\n", Outcome.CORRECT),
-        (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b\n", Outcome.CORRECT),
-        (ADD, "def add(a, b):\n    return 3\n", Outcome.INCORRECT),
         (ADD, "def plus(a, b):\n    return a + b\n", Outcome.INCORRECT),
-        (ADD, "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())\n", Outcome.CORRECT),
-        (PAIR, "```python\ndef pair(x):\n    return twice(x)\n```", Outcome.CORRECT),
+        (PAIR, RETURNED.format("twice(x)"), Outcome.CORRECT),
         (PAIR, "    return (x, x)\n", Outcome.CORRECT),
-        (PAIR, "def pair(x):\n    return [x, x]\n", Outcome.INCORRECT),
-        (PAIR, "def pair(x):\n    raise KeyError\n", Outcome.INCORRECT),
-        (PAIR, "def pair(x):\n    return lambda: x\n", Outcome.INCORRECT),
+        (PAIR, RETURNED.format("[x, x]"), Outcome.INCORRECT),
+        (PAIR, RETURNED.format("lambda: x"), Outcome.INCORRECT),
         (PAIR, "pass", Outcome.INCORRECT),
-        ({**PAIR, "test": "def check(candidate): assert ("}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
-        ({**PAIR, "test": "1 / 0"}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
+        ({**PAIR, "test": "1 / 0"}, RETURNED.format("(x, x)"), Outcome.FAILED),
         ({"inputs": []}, "print(1)", Outcome.FAILED),
     ],
 )
