@@ -12,15 +12,17 @@ import asyncio
 import faulthandler
 import functools
 import io
-import multiprocessing
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -41,7 +43,6 @@ from areal_core.types import Outcome, Prompt
 
 _START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
 _LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
-_spawn = multiprocessing.get_context("spawn")
 _STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
 
@@ -74,19 +75,21 @@ class WorkerProcess:
         when."""
         self.place = place
         self.forgotten: list[int] = []  # groups suspended in it that are given up
-        self._pipe, theirs = _spawn.Pipe()
+        self._pipe, theirs = Pipe()
         self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))  # the same, for its time limits
         self._started = False
         self._cpu_s = 0.0  # that the process has used, as it says
         self._file = timeline
         self._timeline: TimelineWriter | None = None
-        self.process = _spawn.Process(target=_serve, args=(theirs, function, place), name="reward", daemon=True)
-        self.process.start()
-        theirs.close()  # so that the process' death reads as end-of-file
+        with theirs:  # closed here, so that the process' death reads as end-of-file
+            command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {place})"]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        with suppress(OSError):  # it has ended, as `start` will find
+            self._pipe.send(function)
 
     @property
     def alive(self) -> bool:
-        return self.process.is_alive()
+        return self.process.poll() is None
 
     def start(self) -> None:
         """Blocks until it is ready. Raises RewardWorkerError."""
@@ -128,15 +131,14 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.wait()
         self._socket.close()
 
     def _tell_stack(self) -> None:
         """Have the process write its stack to its log, which it does within native code too, and give it time."""
-        if self.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, _STACK)
-            self.process.join(_STACK_S)
+        self.process.send_signal(_STACK)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STACK_S)
 
     def _receive(self, deadline: float) -> Any:
         self._limit(deadline)
@@ -152,7 +154,7 @@ class WorkerProcess:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
+def serve(fd: int, place: int) -> None:
     """The worker process: one message after the other until the pool is gone. Every result carries the CPU seconds that
     the process has used so far; the first one says that it is ready."""
     from areal_core.launch import logs
@@ -160,9 +162,10 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
 
     logs.start("reward", place)
     die_with_parent()
-    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore - it has workers too: `outcome_apart`
     faulthandler.enable()
     faulthandler.register(_STACK)
+    pipe = Connection(fd)
+    function: Callable[[Any], Any] = pipe.recv()
     pipe.send((None, time.process_time()))
     while True:
         if _suspended:
@@ -273,8 +276,7 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
         said = str(error)  # in native code it could not say more
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
     except RewardWorkerError:
-        worker.process.join()
-        how = f"it ended its process, with status {worker.process.exitcode}"
+        how = f"it ended its process, with status {worker.process.wait()}"
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
     finally:
         worker.kill()
