@@ -83,7 +83,7 @@ class WorkerProcess:
         self._timeline: TimelineWriter | None = None
         with theirs:  # closed here, so that the process' death reads as end-of-file
             command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {place})"]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         with suppress(OSError):  # it has ended, as `start` will find
             self._pipe.send(function)
 

@@ -25,7 +25,10 @@ def packed(value, protocol=None):
     return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
-@pytest.mark.parametrize("case", map(json.loads, (PUBLISHED / "forms.jsonl").read_text().splitlines()), ids=str)
+FORMS = [json.loads(line) for line in (PUBLISHED / "forms.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=[case["name"] for case in FORMS])
 def test_published_tests_are_read(case):
     assert published(case["name"], case["field"]) == case["forms"]
 
