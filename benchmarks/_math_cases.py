@@ -17,9 +17,10 @@ import tokenizers
 from areal_core.config.schema import load
 from areal_core.environments.mathematics import gold_answer
 from areal_core.environments.verifiers import mathematics
+from areal_core.evaluation.benchmark import Benchmark
 from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.records import RecordFile
-from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.evaluation.sampling import Collector
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 from benchmarks._harness import tell
@@ -128,11 +129,13 @@ async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
         for index, (gold, _, _) in enumerate(judged)
     ]
     server = _Completing([rf"\boxed{{{answer}}}" for _, answer, _ in judged], tokenizer)
-    sampling = Sampling(samples=0, temperature=1.0, max_tokens=1000, seed=1, stop_token_ids=())
+    config = load({"environment": {"verifier": "mathematics"}})
+    benchmark = Benchmark(name="own", config=config, problems=problems, about={})
     with tempfile.TemporaryDirectory() as folder, RecordFile(Path(folder) / "r", {"a": 1}, synced=False) as records:
-        judges = Judges(load({"environment": {"verifier": "mathematics"}}), workers=2)
+        judges = Judges(config, workers=2)
         try:
-            await Collector(problems, records, sampling, tokenizer, judges).work(server, at_once)
+            collector = Collector(benchmark, records, tokenizer, judges, stop_token_ids=())
+            await collector.work(server, at_once)
         finally:
             await judges.close()
         found = records.records

@@ -56,9 +56,9 @@ from typing import Any
 
 import psutil
 
-from areal_core.environments import verifiers
 from areal_core.environments.mathematics import gold_answer
 from areal_core.environments.procedural import entry, procedural
+from areal_core.environments.verifiers import mathematics
 from areal_core.errors import ConfigError
 from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
@@ -158,7 +158,7 @@ def gold_answers(data: Path | None) -> dict[str, list[str]]:
 
 
 def verdict(gold: str, text: str) -> Outcome:
-    return verifiers.mathematics(Prompt(index=0, prompt_id="", text="", token_ids=(), answer=gold), text).outcome
+    return mathematics(Prompt(index=0, prompt_id="", text="", token_ids=(), answer=gold), text).outcome
 
 
 def cpu_s() -> float:
@@ -348,7 +348,9 @@ def _judged(message: tuple[str, str]) -> str:
 
 
 async def _p99_ms(honest: Sequence[tuple[str, str]]) -> float:
-    pool = RewardPool(2, timeout_s=60, function=_judged)
+    from benchmarks import verifiers  # workers look for functions by module, and this one may be __main__
+
+    pool = RewardPool(2, timeout_s=60, function=verifiers._judged)
     try:
         warm = (r"2\sqrt{2}", r"\boxed{\sqrt{8}}")
         await asyncio.gather(*(pool.ask(warm) for _ in range(4)))

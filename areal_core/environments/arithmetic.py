@@ -8,17 +8,15 @@ Every prompt is a pure function of (seed, index). A fixed share of all texts, ch
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.held_out import is_held_out
+from areal_core.environments.held_out import SEED, is_held_out, reserved
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
-
-_HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
-_DRAWS_PER_HELD_OUT = 200  # one draw in ten is reserved; a task so small that this is not enough has too few prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +71,15 @@ def training_chain(seed: int, index: int, max_operations: int, decay: float) -> 
 
 def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain]:
     """The first `count` distinct reserved chains under a fixed seed. Raises ConfigError where the task has too few."""
-    rng = random.Random(_HELD_OUT_SEED)
-    chains: dict[str, Chain] = {}
-    for _ in range(_DRAWS_PER_HELD_OUT * count):
-        chain = draw(rng, max_operations, decay)
-        if is_held_out(chain.prompt):
-            chains.setdefault(chain.prompt, chain)
-            if len(chains) == count:
-                return list(chains.values())
-    raise ConfigError(
-        f"task.held_out: at most about {len(chains)} distinct prompts are reserved with "
-        f"task.max_operations={max_operations}, got {count}"
-    )
+    rng = random.Random(SEED)
+    drawn = (draw(rng, max_operations, decay) for _ in itertools.count())
+    chains = reserved(((chain.prompt, chain) for chain in drawn), count)
+    if len(chains) < count:
+        raise ConfigError(
+            f"task.held_out: at most about {len(chains)} distinct prompts are reserved with "
+            f"task.max_operations={max_operations}, got {count}"
+        )
+    return chains
 
 
 class ArithmeticSource:

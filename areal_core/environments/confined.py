@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-UNPARSABLE, OUT_OF_MEMORY = 91, 92  # exit codes; a program may lie with them, and is wrong all the same
+UNPARSABLE = 91  # an exit code; a program may lie with it, and is wrong all the same
 STARTED = b"\0"  # on stderr, before the program has had a say
 _OPEN_FILES = 64
 _STACK_BYTES = 2**27  # the kernel leaves that much room; cached functions recurse on this stack
@@ -66,10 +66,7 @@ def main() -> None:
     os.dup2(null, 2)
     os.close(null)
     builtins.exit = builtins.quit = sys.exit  # which the module `site` would define
-    try:
-        {"run": run, "serve": serve, "check": check}[job["kind"]](job)
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+    {"run": run, "serve": serve, "check": check}[job["kind"]](job)
 
 
 def divide() -> None:

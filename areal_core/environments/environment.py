@@ -11,7 +11,6 @@ completions when its worker is lost, so its side effects must bear repetition.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,7 +69,8 @@ class EnvContext:
         environment.verify_truncated says so. A verifier that fails has no result. Raises RewardError where the
         verifier does, and where there is no result and environment.no_result=try_again."""
         text = self.tokenizer.decode(completion.token_ids.tolist())
-        verdict = self._judge(task, text, truncated=completion.finish_reason == "length")
+        judge = Judge(self.environment, self.verify)
+        verdict = judge(task, text, truncated=completion.finish_reason == "length")
         if verdict.failure is not None:
             self.on_failure(verdict.failure)
         if verdict.score is None and self.environment.no_result == "try_again":
@@ -89,10 +89,6 @@ class EnvContext:
             truncated=last.finish_reason == "length",
             metrics={f"environment/{name}": value for name, value in metrics.items()},
         )
-
-    @functools.cached_property
-    def _judge(self) -> Judge:
-        return Judge(self.environment.judged_by, self.verify, verify_truncated=self.environment.verify_truncated)
 
     def reward(self, score: float | None) -> float | None:
         """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1; none for none."""

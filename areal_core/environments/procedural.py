@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 from dataclasses import replace
@@ -17,14 +18,12 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
-from areal_core.environments.held_out import is_held_out
+from areal_core.environments.held_out import SEED, is_held_out, reserved
 from areal_core.errors import ConfigError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 
-_HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
 _DRAWS = 64  # of one training prompt, of which the first that is not held out counts; one in ten is
-_DRAWS_PER_HELD_OUT = 200
 _OPENING, _CLOSING = "<answer>", "</answer>"
 _CPU_LIMIT_S = 2.0  # of one answer
 
@@ -43,7 +42,7 @@ class ProceduralSource:
         """Raises ConfigError where task.max_prompt_tokens has room for none of its draws."""
         for draw in range(_DRAWS * index, _DRAWS * (index + 1)):
             prompt = self._prompt(index, self._training_seed, draw)
-            if not is_held_out(prompt.text) and len(prompt.token_ids) <= self._task.max_prompt_tokens:
+            if not is_held_out(prompt.text) and self._fits(prompt):
                 return prompt
         raise ConfigError(f"task.max_prompt_tokens: must be more for {self._task.dataset}, whose prompts are longer")
 
@@ -52,19 +51,18 @@ class ProceduralSource:
 
     def _draw_held_out(self) -> list[Prompt]:
         """The first distinct reserved prompts under a fixed seed."""
-        found: dict[str, Prompt] = {}
-        for draw in range(_DRAWS_PER_HELD_OUT * self._task.held_out):
-            text = entry(self._task.dataset or "", self._task.dataset_options, _HELD_OUT_SEED, draw)["question"]
-            if is_held_out(text) and text not in found:
-                prompt = self._prompt(len(found), _HELD_OUT_SEED, draw)
-                if len(prompt.token_ids) <= self._task.max_prompt_tokens:
-                    found[text] = prompt
-                    if len(found) == self._task.held_out:
-                        return list(found.values())
-        raise ConfigError(
-            f"task.held_out: {self._task.dataset} has about {len(found)} distinct prompts of at most "
-            f"task.max_prompt_tokens={self._task.max_prompt_tokens} tokens that are reserved, got {self._task.held_out}"
-        )
+        task, of = self._task, (self._task.dataset or "", self._task.dataset_options, SEED)
+        draws = ((entry(*of, draw)["question"], draw) for draw in itertools.count())
+        found = reserved(draws, task.held_out, lambda draw: self._fits(self._prompt(0, SEED, draw)))
+        if len(found) < task.held_out:
+            raise ConfigError(
+                f"task.held_out: {task.dataset} has about {len(found)} distinct prompts of at most "
+                f"task.max_prompt_tokens={task.max_prompt_tokens} tokens that are reserved, got {task.held_out}"
+            )
+        return [self._prompt(index, SEED, draw) for index, draw in enumerate(found)]
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return len(prompt.token_ids) <= self._task.max_prompt_tokens
 
     def _prompt(self, index: int, seed: int, draw: int) -> Prompt:
         name, options = self._task.dataset or "", self._task.dataset_options

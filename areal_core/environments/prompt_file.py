@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.dataset_report import FileReport, LeftOut, Reason
@@ -20,14 +19,6 @@ from areal_core.types import Prompt
 logger = logging.getLogger(__name__)
 
 _NAMED = 3  # bad rows, in the log and the dataset report
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A prompt, and what its row asks without the words that a template puts around it."""
-
-    prompt: Prompt
-    question: str
 
 
 class PromptFile:
@@ -48,26 +39,27 @@ class PromptFile:
         self._name, self._report = name, FileReport(path)
         self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
         self._seen: set[bytes] = set()  # hashes of texts and gold answers
-        self.entries: list[Entry] = []
+        self.prompts: list[Prompt] = []
+        self.questions: list[str] = []  # what their rows ask, without the words that a template puts around it
         for row in read_rows(name, path):
             self._report.rows += 1
             try:
-                self.entries.append(self._prompt(row))
+                self._add(row)
             except LeftOut as found:
                 self._leave_out(row, found)
 
     def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
         """Leave out what equals one of these texts, or shares a run of words with one."""
-        overlaps = overlapping([entry.question for entry in self.entries], reserved)
+        overlaps = overlapping(self.questions, reserved)
         if any(overlaps):
             self._report.leave_out(Reason.OVERLAPPING, sum(overlaps))
-        self.entries = [entry for entry, overlaps in zip(self.entries, overlaps, strict=True) if not overlaps]
+        self.prompts = [prompt for prompt, overlaps in zip(self.prompts, overlaps, strict=True) if not overlaps]
 
     def close(self) -> FileReport:
         """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
         report = self._report
-        report.prompts = len(self.entries)
-        if not self.entries:
+        report.prompts = len(self.prompts)
+        if not self.prompts:
             raise ConfigError(f"{self._name}: there is no prompt in {report}")
         logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
         return report
@@ -81,8 +73,8 @@ class PromptFile:
         if len(self._report.bad) < _NAMED:
             self._report.bad.append(f"{row.place}: {found}")
 
-    def _prompt(self, row: Row) -> Entry:
-        """The prompt of a row. Raises LeftOut. What costs least is asked first: a file may repeat itself many times."""
+    def _add(self, row: Row) -> None:
+        """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
         if row.wrong is not None:
             raise LeftOut(Reason.UNREADABLE, row.wrong)
         with _otherwise(Reason.NO_PROMPT):
@@ -100,17 +92,16 @@ class PromptFile:
             self._rates.check(row.fields, (prompt_id, text, question))
         with _otherwise(Reason.UNSPELLABLE):
             token_ids = self._dialogue.prompt(worded)
-        self._check_length(len(token_ids))
-        self._seen.add(pair)
-        prompt = Prompt(index=len(self.entries), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
-        return Entry(prompt, question)
-
-    def _check_length(self, tokens: int) -> None:
-        if tokens > self._task.max_prompt_tokens:
+        if len(token_ids) > self._task.max_prompt_tokens:
             limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
-            raise LeftOut(Reason.TOO_LONG, f"a prompt of {tokens} tokens, more than {limit}")
-        if self._rates is not None and tokens < self._task.min_prompt_tokens:
+            raise LeftOut(Reason.TOO_LONG, f"a prompt of {len(token_ids)} tokens, more than {limit}")
+        if self._rates is not None and len(token_ids) < self._task.min_prompt_tokens:
             raise LeftOut(Reason.TOO_SHORT)
+        self._seen.add(pair)
+        self.questions.append(question)
+        self.prompts.append(
+            Prompt(index=len(self.prompts), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
+        )
 
 
 def _encoded(text: str) -> bytes:

@@ -10,7 +10,7 @@ from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext, Environment, Verdict, Verifier
+from areal_core.environments.environment import EnvContext, Environment, Verifier
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
@@ -23,25 +23,29 @@ from areal_core.models.tokenizer import Tokenizer
 ENVIRONMENTS: dict[str, Callable[[EnvContext], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 
 
-def _confined(verify: Callable[..., Verdict], environment: EnvironmentConfig) -> Verifier:
+def _confined(environment: EnvironmentConfig) -> Verifier:
     """A verifier whose scorer interprets what it reads, as environment.sandbox says. Raises ConfigError where this
     kernel can't."""
     confinement.check(environment.sandbox)
+    verify = procedural_share if environment.verifier == "reasoning_gym_share" else procedural
     return functools.partial(verify, isolation=environment.sandbox)
 
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
     "code": Programs,
-    "reasoning_gym": functools.partial(_confined, procedural),
-    "reasoning_gym_share": functools.partial(_confined, procedural_share),
+    "reasoning_gym": _confined,
+    "reasoning_gym_share": _confined,
 }
 
 
 def open_environment(
-    config: RunConfig, tokenizer: Tokenizer, on_failure: Callable[[str], None] = lambda failure: None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    on_failure: Callable[[str], None] = lambda failure: None,
+    verify: Verifier | None = None,
 ) -> Environment:
-    """The environment that `config` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
-    naming the field, for one that can't be found."""
+    """The environment that `config` names, with its verifier unless `verify` takes that one's place; `on_failure` is
+    told what the verifier fails with. Raises ConfigError, naming the field, for one that can't be found."""
     make = find("environment.name", config.environment.name, ENVIRONMENTS)
     context = EnvContext(
         environment=config.environment,
@@ -49,7 +53,7 @@ def open_environment(
         algorithm=config.algorithm,
         tokenizer=tokenizer,
         dialogue=Dialogue(config.task.chat, tokenizer),
-        verify=open_verifier(config.environment, config.task),
+        verify=verify or open_verifier(config.environment, config.task),
         on_failure=on_failure,
     )
     try:
@@ -66,10 +70,9 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
-def open_judge(config: RunConfig) -> Judge:
-    """The judge of completions outside of an environment. Raises as `open_verifier` does."""
-    verify = open_verifier(config.environment, config.task)
-    return Judge(config.environment.judged_by, verify, verify_truncated=config.environment.verify_truncated)
+def open_judge(config: RunConfig, verify: Verifier | None = None) -> Judge:
+    """The judge of completions outside of an environment, as `open_environment` has it."""
+    return Judge(config.environment, verify or open_verifier(config.environment, config.task))
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
@@ -46,26 +47,24 @@ class Field:
         return found
 
 
-class Wording:
-    """A Jinja template over the fields of a row, whose text is what the policy is asked. Raises ConfigError, naming the
-    setting, for one that is no template."""
+def wording(setting: str, source: str) -> Callable[[Fields], str]:
+    """What words a row by a Jinja template over its fields. Raises ConfigError, naming the setting, for one that is no
+    template; what it returns does for a row that the template fails with."""
+    try:
+        template = _TEMPLATES.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{setting}: must be a Jinja template: {error}, in {source!r}") from error
 
-    def __init__(self, setting: str, source: str) -> None:
-        self._setting = setting
+    def worded(fields: Fields) -> str:
         try:
-            self._template = _TEMPLATES.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"{setting}: must be a Jinja template: {error}, in {source!r}") from error
-
-    def __call__(self, fields: Fields) -> str:
-        """Raises ConfigError for a row that the template fails with."""
-        try:
-            text = self._template.render(dict(fields))
+            text = template.render(dict(fields))
         except Exception as error:  # whatever a template may do
-            raise ConfigError(f"{self._setting} fails: {error}") from error
+            raise ConfigError(f"{setting} fails: {error}") from error
         if not text.strip():
-            raise ConfigError(f"{self._setting} must give a text, got none")
+            raise ConfigError(f"{setting} must give a text, got none")
         return text
+
+    return worded
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Schema:
     """The fields of one file's rows. What a row lacks is a ConfigError that names the setting and the field."""
 
     prompt: Field
-    wording: Wording | None  # None: what a row asks is fed as it stands
+    wording: Callable[[Fields], str] | None  # None: what a row asks is fed as it stands
     answer: Field
     gold: GoldReader
 
@@ -82,16 +81,14 @@ class Schema:
         """That of the training or the held-out file, for the verifier of this name. Settings that the held-out file has
         not of its own are those of the training file."""
 
-        def setting(name: str) -> tuple[str, str | None]:
+        def setting(name: str) -> tuple[str, Any]:
             own = getattr(task, f"held_out_{name}") if held_out else None
             return (f"task.held_out_{name}", own) if own is not None else (f"task.{name}", getattr(task, name))
 
         template, source = setting("prompt_template")
-        (prompt, prompt_field), (answer, answer_field) = setting("prompt_field"), setting("answer_field")
-        assert prompt_field is not None  # they have defaults
-        assert answer_field is not None
-        wording = None if source is None else Wording(template, source)
-        return cls(Field(prompt, prompt_field), wording, Field(answer, answer_field), GOLD.get(verifier, _as_it_stands))
+        worded = None if source is None else wording(template, source)
+        prompt, answer = (Field(*setting(name)) for name in ("prompt_field", "answer_field"))
+        return cls(prompt, worded, answer, GOLD.get(verifier, _as_it_stands))
 
     def asked(self, fields: Fields) -> Asked:
         """What the row asks: text, or messages of a chat."""

@@ -45,15 +45,16 @@ class RowSource:
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
         held_out = PromptFile("task.held_out_path", task.held_out_path, held_out_schema, task, dialogue)
         self.report = DatasetReport(training=None, held_out=held_out.close())
-        self._held_out = [entry.prompt for entry in held_out.entries[: task.held_out]]
+        self._held_out = held_out.prompts[: task.held_out]
         self._prompts: list[Prompt] = []
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
             training = PromptFile("task.path", task.path, schema, task, dialogue, rates=SuccessRates(task))
-            questions = [entry.question for entry in held_out.entries]
-            training.leave_out_overlapping([*questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)])
+            training.leave_out_overlapping(
+                [*held_out.questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)]
+            )
             self.report.training = training.close()
-            self._prompts = [entry.prompt for entry in training.entries]
+            self._prompts = training.prompts
             self.digests["task.path"] = prompts_digest(self._prompts)
         self._seed = config.seed
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)

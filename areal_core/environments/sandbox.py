@@ -47,21 +47,11 @@ class Status(StrEnum):
     """How a program ended. The last is the machine's doing and says nothing about the program."""
 
     FINISHED = "finished"
-    CRASHED = "crashed"  # an exit code other than 0, or a signal
+    CRASHED = "crashed"  # an exit code other than 0, a signal, or too much of memory or output
     UNPARSABLE = "unparsable"  # it does not compile
     TIMED_OUT = "timed_out"  # out of CPU time
     OVERDUE = "overdue"  # out of wall time: it slept, or the machine was busy
-    OUT_OF_MEMORY = "out_of_memory"
-    TOO_MUCH_OUTPUT = "too_much_output"
     FAILED = "failed"  # it did not start, or was ended from outside
-
-
-_BY_CODE = {
-    0: Status.FINISHED,
-    confined.UNPARSABLE: Status.UNPARSABLE,
-    confined.OUT_OF_MEMORY: Status.OUT_OF_MEMORY,
-    128 + signal.SIGXCPU: Status.TIMED_OUT,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +66,6 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     status: Status
-    exit_code: int  # 128 and the signal where one ended it
     stdout: bytes  # at most Limits.output_bytes
     cpu_s: float  # of all of its processes, from the program's start on
     wall_s: float  # the same
@@ -150,20 +139,18 @@ class Running:
     """A sandbox at work, and the pipes to it. Nothing here waits beyond the limit of wall time."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits, command: Command, own_cpu_s: float) -> None:
+        """`own_cpu_s`: of the sandbox itself."""
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process = process
+        self._process, self._limits, self._own_cpu_s = process, limits, own_cpu_s
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         for pipe in (self._stdin, self._stderr):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
-        self._limits = limits
-        self._group = command.group
-        self._info = command.info
+        self._group, self._info = command.group, command.info
         self._ended = os.pidfd_open(process.pid)
         self._said = b""  # on stderr
         self._began: float | None = None  # when the program was seen to start
-        self._own_cpu_s = own_cpu_s  # of the sandbox
         self._received = bytearray()
         self._broken: Status | None = None  # by the limit that it broke
 
@@ -199,7 +186,7 @@ class Running:
         chunk = os.read(pipe, _CHUNK)
         self._received += chunk
         if len(self._received) > self._limits.output_bytes:
-            self._broken = Status.TOO_MUCH_OUTPUT
+            self._broken = Status.CRASHED
         return bool(chunk) and self._broken is None
 
     def _awaited(self, pipe: int, event: int) -> bool:
@@ -247,7 +234,6 @@ class Running:
         lost = code < 0 and self._info is not None and not killed  # bubblewrap itself was killed
         return Result(
             status=self._status(None if killed else code, cpu_s) if started and not lost else Status.FAILED,
-            exit_code=code if code >= 0 else 128 - code,
             stdout=bytes(self._received[: self._limits.output_bytes]),
             cpu_s=cpu_s,
             wall_s=0.0 if self._began is None else time.monotonic() - self._began,
@@ -257,12 +243,14 @@ class Running:
     def _status(self, code: int | None, cpu_s: float) -> Status:
         """Of a program that was started; `code` is none where it was killed."""
         if self._group is not None and self._group.ran_out():
-            return Status.OUT_OF_MEMORY
+            return Status.CRASHED
         if cpu_s >= self._limits.cpu_s:
             return Status.TIMED_OUT
-        if self._broken is not None or code is None:
+        if self._broken is not None or code in (None, 0):
             return self._broken or Status.FINISHED
-        return _BY_CODE.get(code if code >= 0 else 128 - code, Status.CRASHED)
+        if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+            return Status.TIMED_OUT
+        return Status.UNPARSABLE if code == confined.UNPARSABLE else Status.CRASHED
 
     def _kill(self) -> None:
         """All its processes are dead then: with the first one inside the kernel ends the others."""

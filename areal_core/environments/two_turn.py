@@ -7,21 +7,19 @@ The first try stays in the trajectory, and in the loss: the reward is the trajec
 
 from __future__ import annotations
 
-from areal_core.environments.environment import EnvContext, Policy, Verdict, given, sampled, side_by_side
+from areal_core.environments.environment import EnvContext, Policy, Verdict, given, sampled
+from areal_core.environments.single_turn import SingleTurn
 from areal_core.types import Outcome, Prompt, Trajectory
 
 
-class TwoTurn:
+class TwoTurn(SingleTurn):
     """A trajectory that is right at the first try earns the full reward, at the second `environment.retry_score` of
     it. A try that was cut off is wrong, and where no room is left for another the trajectory ends there."""
 
     def __init__(self, context: EnvContext) -> None:
-        self._setting = context
+        super().__init__(context)
         self._message = context.environment.retry_message
         context.dialogue.message(self._message, ())  # raises for what can't be spelt
-
-    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
-        return await side_by_side(self._rollout(task, policy) for _ in range(n))
 
     async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
         [first] = await policy.sample(task.token_ids)

@@ -1,6 +1,6 @@
 """Verdicts on completions, from verifiers that may fail, hang or return anything.
 
-    Judge("environment.verifier", verify)(task, text, truncated=False) -> Verdict
+    Judge(config.environment, verify)(task, text, truncated=False) -> Verdict
 
 A verifier is somebody's code. What it returns is converted and checked here, once. What it raises becomes a verdict
 without a result whose `failure` shows the traceback, the prompt and the completion.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.errors import RewardError, printable
 from areal_core.types import Outcome, Prompt
 
@@ -73,18 +73,15 @@ def _score(found: Any) -> float:
 class Judge:
     """The verdicts of one verifier."""
 
-    def __init__(self, name: str, verify: Verifier, *, verify_truncated: bool = False) -> None:
-        """`name`: how errors name the verifier. `verify_truncated`: whether it gets to see completions that ran into
-        the length limit, which are wrong unseen otherwise."""
-        self._name, self._verify, self._verify_truncated = name, verify, verify_truncated
+    def __init__(self, config: EnvironmentConfig, verify: Verifier) -> None:
+        """`config` names the verifier, and says whether it gets to see completions that ran into the length limit."""
+        self._name, self._verify, self._verify_truncated = config.judged_by, verify, config.verify_truncated
 
     def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
         """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
         Raises RewardError where the verifier does."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
-        if _apart is not None:
-            return _apart(task, text)
         global _now
         _now = self._name, task, text
         limit(_limit_s)
@@ -106,11 +103,10 @@ class Judge:
         return Verdict(Outcome.FAILED, None, failure=failure)
 
 
-# -- what is judged now, and how ---------------------------------------------------------------------------------------
+# -- what is judged now ---------------------------------------------------------------------------------------------
 
 _now: tuple[str, Prompt, str] | None = None  # name of the verifier, task and text that this process is judging
 _limit_s: float | None = None  # of a verdict, and of what happens between two; None: there is no limit here
-_apart: Callable[[Prompt, str], Verdict] | None = None  # finds verdicts elsewhere; None: they are found here
 
 
 def limit(seconds: float | None) -> None:
@@ -119,19 +115,6 @@ def limit(seconds: float | None) -> None:
     if (seconds, _limit_s) != (None, None):
         _limit_s = seconds
         signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
-
-
-@contextmanager
-def apart(judge: Callable[[Prompt, str], Verdict] | None) -> Iterator[None]:
-    """Within, `judge` finds verdicts, and sees to their time; None: the verifier does, here."""
-    global _apart
-    if judge is not None:
-        _apart = judge
-        limit(None)
-    try:
-        yield
-    finally:
-        _apart = None
 
 
 # -- what people are shown ---------------------------------------------------------------------------------------------

@@ -9,32 +9,18 @@ from typing import Any
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.source import open_source
-from areal_core.evaluation.sampling import Sampling
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One benchmark for one model."""
+    """One benchmark for one model. `config` says how its problems are sampled."""
 
     name: str
     config: RunConfig
     problems: list[Prompt]
     about: dict[str, Any]  # what is evaluated, and how; other records are of another evaluation
-
-    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        return Sampling(
-            samples=self.config.evaluation.samples or 0,
-            temperature=self.config.evaluation.temperature,
-            max_tokens=self.config.task.max_new_tokens,
-            seed=self.config.seed,
-            stop_token_ids=stop_token_ids,
-        )
-
-    def of(self, weights: str) -> Benchmark:
-        """The same for a model whose weights have another hash."""
-        return dataclasses.replace(self, about={**self.about, "model": {"digest": weights}})
 
 
 def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str) -> Benchmark:
@@ -42,9 +28,10 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
 
     Raises what `open_source` raises."""
     problems = open_source(config, tokenizer).held_out()
-    content = prompts_digest(problems)
+    source = config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
+    described = {"name": name, "problems": len(problems), "sha256": prompts_digest(problems), "source": source}
     about = {
-        "benchmark": {"name": name, "problems": len(problems), "sha256": content, "source": _source(config)},
+        "benchmark": described,
         "model": {"digest": weights},
         "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
         "environment": {"verifier": config.environment.verifier},
@@ -53,7 +40,3 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
         "seed": config.seed,
     }
     return Benchmark(name=name, config=config, problems=problems, about=about)
-
-
-def _source(config: RunConfig) -> str:
-    return config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()

@@ -46,7 +46,7 @@ class Evaluator:
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
         dialogue = Dialogue(config.task.chat, self._tokenizer)
-        self._sampling = self._benchmark.sampling(dialogue.stop_token_ids(model_path))
+        self._stop_token_ids = dialogue.stop_token_ids(model_path)
         self.judges = Judges(config, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 
@@ -54,13 +54,14 @@ class Evaluator:
         """The scores of `version`, and the file of a table with a row for every problem."""
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.digest[:8]}.jsonl"
-        with RecordFile(file, self._benchmark.of(version.digest).about, synced=False) as records:
+        about = {**self._benchmark.about, "model": {"digest": version.digest}}
+        with RecordFile(file, about, synced=False) as records:
             collector = Collector(
-                self._benchmark.problems,
+                self._benchmark,
                 records,
-                self._sampling,
                 self._tokenizer,
                 self.judges,
+                stop_token_ids=self._stop_token_ids,
                 version=version.version,
                 on_record=lambda _: heartbeat.progressed(),
             )
@@ -93,29 +94,25 @@ async def evaluate(run: RunDir) -> None:
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
     heartbeat.follow(asyncio.get_running_loop())
+    more = True
     try:
-        await _score_all(evaluator, controller, timeline)
+        await evaluator.servers.open()
+        while more:
+            try:
+                with heartbeat.waiting("controller-0", "no version to score"):
+                    version = await asyncio.to_thread(controller.next_evaluation)
+            except RunFinished:
+                return
+            logs.at_step(version.version)
+            heartbeat.say(f"version {version.version}: scoring")
+            start = time.monotonic()
+            evaluation, table = await evaluator.score(version)
+            timeline.span("evaluate", start, time.monotonic(), version.version)
+            logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
+            await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
+            more = await asyncio.to_thread(controller.evaluated, evaluation)
     finally:
         await evaluator.judges.close()
-
-
-async def _score_all(evaluator: Evaluator, controller: ControllerClient, timeline: TimelineWriter) -> None:
-    await evaluator.servers.open()
-    more = True
-    while more:
-        try:
-            with heartbeat.waiting("controller-0", "no version to score"):
-                version = await asyncio.to_thread(controller.next_evaluation)
-        except RunFinished:
-            return
-        logs.at_step(version.version)
-        heartbeat.say(f"version {version.version}: scoring")
-        start = time.monotonic()
-        evaluation, table = await evaluator.score(version)
-        timeline.span("evaluate", start, time.monotonic(), version.version)
-        logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
-        await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
-        more = await asyncio.to_thread(controller.evaluated, evaluation)
 
 
 def main() -> None:

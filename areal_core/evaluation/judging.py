@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments import verdicts
 from areal_core.environments.failures import Failures
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
-from areal_core.rewards import apart
 from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.worker import judged_apart
 from areal_core.types import Outcome, Prompt
 
 _TOGETHER = 32  # problems in a message, at most
@@ -89,9 +88,8 @@ class Judges:
 
 
 def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
-    judge = _judge(config)
-    with verdicts.apart(functools.partial(apart.judge, config) if job.apart else None):
-        return [_verdict(judge, *completion) for completion in job.completions]
+    judge = _judge(config, job.apart)
+    return [_verdict(judge, *completion) for completion in job.completions]
 
 
 def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
@@ -105,4 +103,6 @@ def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdi
     return Verdict(Outcome.FAILED, None, failure=failure)
 
 
-_judge = functools.lru_cache(maxsize=1)(open_judge)
+@functools.lru_cache(maxsize=2)
+def _judge(config: RunConfig, apart: bool) -> Judge:
+    return open_judge(config, functools.partial(judged_apart, config) if apart else None)

@@ -7,7 +7,7 @@ off by the end of its process is dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,17 @@ class RecordFile:
         has not left whole is begun anew."""
         self.path = path
         self._synced = synced
-        self._records: dict[int, Record] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a line that was cut off
             try:
-                whole = self._read(about)
+                if whole:
+                    self._check(whole[0], about)
+                self._records = _decoded(whole)
             except _DAMAGED:
                 if synced:
                     raise
-                whole, self._records = list[bytes](), {}
+                whole, self._records = [], {}
             self._file = path.open("ab")
             self._file.truncate(sum(len(line) + 1 for line in whole))
             if not whole:
@@ -97,25 +99,11 @@ class RecordFile:
             raise StorageError(f"{self.path}: can't be written: {error.strerror}") from error
         self._records[record.problem] = record
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _read(self, about: Mapping[str, Any]) -> list[bytes]:
-        """The whole lines of the file."""
-        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
-        whole = [line for line in lines[:-1] if line]  # what follows the last end of a line was cut off
-        if whole:
-            self._check(whole[0], about)
-        for line in whole[1:]:
-            record = msgspec.json.decode(line, type=Record)
-            self._records[record.problem] = record
-        return whole
+        self._file.close()
 
     def _check(self, line: bytes, about: Mapping[str, Any]) -> None:
         kind = dict[str, Any]
@@ -137,8 +125,13 @@ class RecordFile:
 def read_records(path: Path) -> list[Record]:
     """The whole records of a file, in the order of their problems. Raises StorageError."""
     try:
-        lines = path.read_bytes().split(b"\n")[1:-1]
-        records = [msgspec.json.decode(line, type=Record) for line in lines if line]
+        records = _decoded(path.read_bytes().split(b"\n")[:-1])
     except (OSError, *_DAMAGED) as error:
         raise StorageError(f"{path}: can't be read as records: {error}") from error
-    return sorted(records, key=lambda record: record.problem)
+    return [records[problem] for problem in sorted(records)]
+
+
+def _decoded(lines: Sequence[bytes]) -> dict[int, Record]:
+    """Records by problem, from the whole lines of a file."""
+    records = (msgspec.json.decode(line, type=Record) for line in lines[1:])
+    return {record.problem: record for record in records}

@@ -11,28 +11,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import GenerationError, ServerLostError
+from areal_core.evaluation.benchmark import Benchmark
 from areal_core.evaluation.records import Record, RecordFile, Sample
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Prompt
 
 JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[Sequence[Verdict]]]
 """The verdicts on completions of a prompt: their texts, and whether they ran into the length limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How every problem is sampled."""
-
-    samples: int  # beside its greedy completion
-    temperature: float
-    max_tokens: int  # of a completion
-    seed: int
-    stop_token_ids: tuple[int, ...]
 
 
 class Server(Protocol):
@@ -50,25 +39,23 @@ class Collector:
 
     def __init__(
         self,
-        problems: Sequence[Prompt],
+        benchmark: Benchmark,
         records: RecordFile,
-        sampling: Sampling,
         tokenizer: Tokenizer,
         judge: JudgeAll,
         *,
+        stop_token_ids: tuple[int, ...],
         version: int = 0,
         on_record: Callable[[int], None] = lambda done: None,
     ) -> None:
         """`version` is that of the policy, of which all tokens must be; `on_record` is told how many problems are
         recorded."""
-        self._records = records
-        self._sampling = sampling
-        self._tokenizer = tokenizer
-        self._judge = judge
-        self._version = version
-        self._on_record = on_record
+        self._config, self._samples = benchmark.config, benchmark.config.evaluation.samples or 0
+        self._records, self._on_record = records, on_record
+        self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
+        self._judge, self._version = judge, version
         self._waiting: asyncio.Queue[Prompt] = asyncio.Queue()
-        for problem in problems:
+        for problem in benchmark.problems:
             if problem.index not in records:
                 self._waiting.put_nowait(problem)
         self._left = self._waiting.qsize()
@@ -83,9 +70,8 @@ class Collector:
     async def work(self, server: Server, completions: int) -> None:
         """Have a server work on problems, about `completions` at once, until none is left or one has failed. Raises
         ServerLostError when the server is lost; what it had is left to others."""
-        workers = [
-            asyncio.create_task(self._work(server)) for _ in range(max(1, completions // (1 + self._sampling.samples)))
-        ]
+        count = max(1, completions // (1 + self._samples))
+        workers = [asyncio.create_task(self._work(server)) for _ in range(count)]
         try:
             await asyncio.wait((self._ended, *workers), return_when=asyncio.FIRST_COMPLETED)
             for worker in workers:
@@ -123,8 +109,9 @@ class Collector:
             self._ended.set_result(None)
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
-        greedy, sampled = await self._completed(server, problem)
-        completions = [*greedy, *sampled]
+        kinds = [True, False] if self._samples else [True]  # greedy or not
+        parts = await asyncio.gather(*(self._generate(server, problem, greedy=greedy) for greedy in kinds))
+        completions = [completion for part in parts for completion in part]
         texts = [
             (self._tokenizer.decode(each.token_ids.tolist()), each.finish_reason == "length") for each in completions
         ]
@@ -149,25 +136,18 @@ class Collector:
             samples=tuple(judged[1:]),
         )
 
-    async def _completed(self, server: Server, problem: Prompt) -> tuple[list[Completion], list[Completion]]:
-        """The greedy completion, and the samples."""
-        greedy = self._generate(server, problem, greedy=True)
-        if not self._sampling.samples:
-            return await greedy, []
-        return await asyncio.gather(greedy, self._generate(server, problem, greedy=False))
-
     async def _generate(self, server: Server, problem: Prompt, *, greedy: bool) -> list[Completion]:
-        digest = hashlib.sha256(f"{self._sampling.seed}/{problem.prompt_id}".encode()).digest()
-        n = 1 if greedy else self._sampling.samples
+        digest = hashlib.sha256(f"{self._config.seed}/{problem.prompt_id}".encode()).digest()
+        n = 1 if greedy else self._samples
         request = GenerationRequest(
             request_id=f"evaluation-{problem.index}-{'greedy' if greedy else 'sampled'}",
             token_ids=problem.token_ids,
             n=n,
-            max_tokens=self._sampling.max_tokens,
+            max_tokens=self._config.task.max_new_tokens,
             seed=int.from_bytes(digest[:4]),
-            stop_token_ids=self._sampling.stop_token_ids,
+            stop_token_ids=self._stop_token_ids,
             greedy=greedy,
-            temperature=self._sampling.temperature,
+            temperature=self._config.evaluation.temperature,
         )
         completions = await server.complete(request)
         if len(completions) != n or any(completion.finish_reason == "abort" for completion in completions):

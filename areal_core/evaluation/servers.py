@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
@@ -42,7 +42,16 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
     if config.evaluation_servers:
         its = config.evaluation
         return OwnServers(run, config, role=ROLE, count=its.servers, completions=2 * its.slots)
-    return OwnEngine(_engine(run, config), slots=config.evaluation.slots)
+    folder, task, slots = Path(run.info().model_path), config.task, config.evaluation.slots
+    spec = read_spec(folder)
+    context = min(spec.context, task.max_prompt_tokens + task.max_new_tokens)
+    engine = make_engine(
+        config.evaluation.engine,
+        folder,
+        spec,
+        {"slots": slots, "context": context, "version": 0, "deterministic": True, "device": "cpu"},
+    )
+    return OwnEngine(engine, slots=slots)
 
 
 class OwnEngine:
@@ -120,8 +129,7 @@ class OwnServers:
             info = self._run.ready_info(self._role, index)
             if info is not None:
                 try:
-                    most, token = self._completions, self._run.token()
-                    await _score(info["url"], self._config, collector, version, completions=most, token=token)
+                    await _score(info["url"], self._run, self._config, collector, version, self._completions)
                     return
                 except ServerLostError as error:
                     if str(error) != complaint:
@@ -130,103 +138,74 @@ class OwnServers:
             await asyncio.sleep(_AGAIN_S if complaint else _AGAIN_S / 10)
 
 
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """A server of the run's, as it is registered."""
-
-    name: str
-    url: str
-    stager: str | None
-
-
 class BorrowedServer:
     """One of the run's servers at a time: what it generates for the run meanwhile, others do. There is always another
     one at work when it leaves."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._config = config
-        self._token = run.token()
+        self._run, self._config = run, config
         self._controller = ControllerClient(run)
         self._file = run.ready_file(_BORROWED)  # a new launcher, whose servers are new, forgets it
 
     async def open(self) -> None:
         if self._file.exists():
-            await self._give_back(Borrowed(**json.loads(self._file.read_text())))
+            await self._give_back(json.loads(self._file.read_text()))
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         while not collector.over:
             with heartbeat.waiting("controller-0", f"version {version.version}: no server to borrow"):
                 server = await self._borrow()
             try:
-                with heartbeat.waiting(server.name, f"version {version.version}: scoring"):
-                    await _score(
-                        server.url,
-                        self._config,
-                        collector,
-                        version,
-                        completions=2 * self._config.generation.slots,
-                        token=self._token,
-                        stager=server.stager,
-                    )
+                with heartbeat.waiting(server["name"], f"version {version.version}: scoring"):
+                    url, stager, completions = server["url"], server["stager"], 2 * self._config.generation.slots
+                    await _score(url, self._run, self._config, collector, version, completions, stager)
             except ServerLostError as error:
-                logger.warning("%s, which was borrowed: %s", server.name, error)
+                logger.warning("%s, which was borrowed: %s", server["name"], error)
                 await asyncio.sleep(_AGAIN_S)
             finally:
                 await self._give_back(server)
 
-    async def _borrow(self) -> Borrowed:
+    async def _borrow(self) -> dict[str, Any]:
         """A server that has left the run: of those at work the one with the least to do."""
         while True:
             servers = await asyncio.to_thread(self._controller.servers)
             serving = [server for server in servers if server["state"] == "serving"]
             if len(serving) > 1:
                 least = min(serving, key=lambda server: server["completions"])
-                borrowed = Borrowed(name=least["name"], url=least["url"], stager=least["stager"])
-                write_json(self._file, asdict(borrowed))
-                await asyncio.to_thread(self._controller.leave, borrowed.name)
+                borrowed = {key: least[key] for key in ("name", "url", "stager")}
+                write_json(self._file, borrowed)
+                await asyncio.to_thread(self._controller.leave, borrowed["name"])
                 return borrowed
             await asyncio.sleep(_AGAIN_S)
 
-    async def _give_back(self, server: Borrowed) -> None:
+    async def _give_back(self, server: dict[str, Any]) -> None:
         """Have the server join the run again, unless one of its name, started anew, has done so. One that can't is
         taken out by the controller, and started again."""
         try:
-            if all(known["name"] != server.name for known in await asyncio.to_thread(self._controller.servers)):
-                await asyncio.to_thread(self._controller.join, server.name, server.url, stager=server.stager)
+            if all(known["name"] != server["name"] for known in await asyncio.to_thread(self._controller.servers)):
+                join = self._controller.join
+                await asyncio.to_thread(join, server["name"], server["url"], stager=server["stager"])
         except ProcessError as error:
-            logger.warning("%s, which was borrowed, has not joined again: %s", server.name, error)
+            logger.warning("%s, which was borrowed, has not joined again: %s", server["name"], error)
         self._file.unlink(missing_ok=True)
 
 
 Servers = OwnEngine | OwnServers | BorrowedServer
 
 
-def _engine(run: RunDir, config: RunConfig) -> ServedEngine:
-    folder, task = run.info().model_path, config.task
-    spec = read_spec(folder)
-    context = min(spec.context, task.max_prompt_tokens + task.max_new_tokens)
-    return make_engine(
-        config.evaluation.engine,
-        Path(folder),
-        spec,
-        {"slots": config.evaluation.slots, "context": context, "version": 0, "deterministic": True, "device": "cpu"},
-    )
-
-
 async def _score(
     url: str,
+    run: RunDir,
     config: RunConfig,
     collector: Collector,
     version: PolicyVersion,
-    *,
     completions: int,
-    token: str,
     stager: str | None = None,
 ) -> None:
     """Have one server load a version and work. Raises ServerLostError."""
     client = GenerationClient(
         url,
-        token=token,
+        token=run.token(),
         stager=stager,
         adapters=config.training.lora.rank is not None,
         update_timeout_s=config.rollout.request_timeout_s,

@@ -39,12 +39,9 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Estimate):
     """A mean over prompts minus another over the same ones, an interval, and a test that there is none."""
 
-    value: float
-    low: float
-    high: float
     p_value: float  # two-sided, sign-flip; exact McNemar where values are 0 or 1
 
 

@@ -11,11 +11,12 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.wire import Arrival, SampledCompletion, join_completions
+from areal_core.api.wire import Arrival, join_completions
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError
 from areal_core.types import (
@@ -54,7 +55,11 @@ class GroupRollout:
 
         Raises GenerationError for a response that holds no completions, RewardError for rollouts that can't be scored.
         """
-        self._policy.deliver(arrived, self._finished([each.completion for each in arrived]))
+        completions = join_completions([each.completion for each in arrived])
+        for each in completions:
+            if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
+                raise RewardError(f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens")
+        self._policy.deliver(arrived, completions)
         if self._rollout is None:
             work = self._environment.rollout_group(self._prompt, self._policy, self._n)
             self._rollout = asyncio.ensure_future(work)
@@ -72,18 +77,10 @@ class GroupRollout:
         if self._rollout is not None:
             self._rollout.cancel()
 
-    def _finished(self, sampled: Sequence[SampledCompletion]) -> list[Completion]:
-        completions = join_completions(sampled)
-        for completion in completions:
-            if completion.finish_reason not in ("stop", "length") or len(completion.token_ids) == 0:
-                raise RewardError(
-                    f"a completion is not finished: {completion.finish_reason}, {len(completion.token_ids)} tokens"
-                )
-        return completions
-
     def _scored(self, trajectories: Sequence[Trajectory]) -> ScoredGroup:
         prompt = _common_prompt(trajectories, self._n)
         rests = [_rest(trajectory) for trajectory in trajectories]
+        lengths = [sum(len(segment.token_ids) for segment in rest) for rest in rests]
         rewards = [
             None if trajectory.reward is None else _number("a reward", trajectory.reward, " or None")
             for trajectory in trajectories
@@ -94,15 +91,18 @@ class GroupRollout:
                 metrics.setdefault(name, []).append(_number(f"metric {name}", value))
         if all(reward is None for reward in rewards):
             raise RewardError("the verifier found no result for any completion of the group")
+
+        def joined(field: str, kind: Any) -> Any:
+            return np.concatenate([getattr(segment, field) for rest in rests for segment in rest]).astype(kind)
+
+        judged = np.repeat([reward is not None for reward in rewards], lengths)
         payload = GroupPayload(
             prompt_tokens=prompt,
-            lengths=np.array([len(rest.token_ids) for rest in rests], np.int32),
-            tokens=np.concatenate([rest.token_ids for rest in rests]),
-            loss_mask=np.concatenate(
-                [rest.loss_mask & (reward is not None) for rest, reward in zip(rests, rewards, strict=True)]
-            ),
-            logprobs=np.concatenate([rest.logprobs for rest in rests]),
-            versions=np.concatenate([rest.versions for rest in rests]),
+            lengths=np.array(lengths, np.int32),
+            tokens=joined("token_ids", np.int32),
+            loss_mask=joined("loss_mask", np.bool_) & judged,
+            logprobs=joined("logprobs", np.float32),
+            versions=joined("versions", np.int32),
             truncated=np.array([trajectory.truncated for trajectory in trajectories], np.bool_),
         )
         versions = payload.versions[payload.versions >= 0]
@@ -110,7 +110,7 @@ class GroupRollout:
         summary = GroupSummary(
             prompt_tokens=len(prompt),
             checksums=checksums,
-            lengths=tuple(payload.lengths.tolist()),
+            lengths=tuple(lengths),
             rewards=tuple(rewards),
             tokens=len(versions),
             min_version=int(versions.min()),
@@ -209,19 +209,14 @@ def _common_prompt(trajectories: Sequence[Trajectory], n: int) -> Int32Array:
     return first
 
 
-def _rest(trajectory: Trajectory) -> Segment:
-    """What follows a trajectory's prompt, as one segment."""
+def _rest(trajectory: Trajectory) -> Sequence[Segment]:
+    """What follows a trajectory's prompt."""
     segments = trajectory.segments[1:]
     if not any((segment.versions >= 0).any() for segment in segments):
         raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
     if any((segment.loss_mask & (segment.versions < 0)).any() for segment in segments):
         raise RewardError("environment: loss_mask must be False where the policy did not sample")
-    return Segment(
-        token_ids=np.concatenate([segment.token_ids for segment in segments]).astype(np.int32),
-        loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
-        logprobs=np.concatenate([segment.logprobs for segment in segments]).astype(np.float32),
-        versions=np.concatenate([segment.versions for segment in segments]).astype(np.int32),
-    )
+    return segments
 
 
 def _number(what: str, value: object, otherwise: str = "") -> float:

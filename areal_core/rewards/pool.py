@@ -118,8 +118,7 @@ class RewardPool:
 
     def pids(self) -> list[int]:
         """Of the processes here."""
-        here = (worker.process.pid for worker in self._workers if isinstance(worker, WorkerProcess))
-        return [pid for pid in here if pid is not None]
+        return [worker.process.pid for worker in self._workers if isinstance(worker, WorkerProcess)]
 
     async def close(self) -> None:
         """Kill the workers; jobs under way or waiting end with a RewardError."""

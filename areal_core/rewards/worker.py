@@ -3,7 +3,7 @@
 A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
 take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
 it gets a RewardError, which says nothing about the completions, and starts another one. Then each completion of the
-group is judged in a process of its own (`Arrived.apart`, `rewards.apart`), so that only the one at fault is lost.
+group is judged in a worker of its own (`Arrived.apart`, `judged_apart`), so that only the one at fault is lost.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import asyncio
 import faulthandler
 import functools
 import io
-import multiprocessing
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -31,16 +33,16 @@ from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
-from areal_core.environments.registry import open_environment
+from areal_core.environments.registry import open_environment, open_judge
+from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards import apart
-from areal_core.rewards.apart import LAST_WORDS_S, START_S
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import Prompt
+from areal_core.types import Outcome, Prompt
 
-_spawn = multiprocessing.get_context("spawn")
+_START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
+_LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
 _STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
 
@@ -54,9 +56,14 @@ class Arrived:
     apart: bool = False  # each verdict is found in a process of its own
 
 
+def _is_apart(message: Any) -> bool:
+    """Whether each of its verdicts has a worker of its own, which sees to its time."""
+    return getattr(message, "apart", False)
+
+
 def time_limit(message: Any, limit_s: float) -> float:
     """Seconds that a worker has for a message, where one verdict has `limit_s`."""
-    each_s = limit_s + START_S if getattr(message, "apart", False) else limit_s
+    each_s = limit_s + _START_S if _is_apart(message) else limit_s
     return each_s * max(1, len(getattr(message, "completions", ())))
 
 
@@ -68,25 +75,27 @@ class WorkerProcess:
         when."""
         self.place = place
         self.forgotten: list[int] = []  # groups suspended in it that are given up
-        self._pipe, theirs = _spawn.Pipe()
+        self._pipe, theirs = Pipe()
         self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))  # the same, for its time limits
         self._started = False
         self._cpu_s = 0.0  # that the process has used, as it says
         self._file = timeline
         self._timeline: TimelineWriter | None = None
-        self.process = _spawn.Process(target=_serve, args=(theirs, function, place), name="reward", daemon=True)
-        self.process.start()
-        theirs.close()  # so that the process' death reads as end-of-file
+        with theirs:  # closed here, so that the process' death reads as end-of-file
+            command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {place})"]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        with suppress(OSError):  # it has ended, as `start` will find
+            self._pipe.send(function)
 
     @property
     def alive(self) -> bool:
-        return self.process.is_alive()
+        return self.process.poll() is None
 
     def start(self) -> None:
         """Blocks until it is ready. Raises RewardWorkerError."""
         try:
             if not self._started:
-                self._receive(time.monotonic() + START_S)
+                self._receive(time.monotonic() + _START_S)
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
         except BlockingIOError:
@@ -102,7 +111,7 @@ class WorkerProcess:
         start, whole_s = time.monotonic(), time_limit(message, limit_s)
         try:
             forgotten, self.forgotten = self.forgotten, []
-            deadline = start + whole_s + LAST_WORDS_S
+            deadline = start + whole_s + _LAST_WORDS_S
             self._limit(deadline)
             self._pipe.send((forgotten, limit_s, message))
             result = self._receive(deadline)
@@ -122,15 +131,14 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.wait()
         self._socket.close()
 
     def _tell_stack(self) -> None:
         """Have the process write its stack to its log, which it does within native code too, and give it time."""
-        if self.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, _STACK)
-            self.process.join(_STACK_S)
+        self.process.send_signal(_STACK)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STACK_S)
 
     def _receive(self, deadline: float) -> Any:
         self._limit(deadline)
@@ -146,7 +154,7 @@ class WorkerProcess:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
+def serve(fd: int, place: int) -> None:
     """The worker process: one message after the other until the pool is gone. Every result carries the CPU seconds that
     the process has used so far; the first one says that it is ready."""
     from areal_core.launch import logs
@@ -156,6 +164,8 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(_STACK)
+    pipe = Connection(fd)
+    function: Callable[[Any], Any] = pipe.recv()
     pipe.send((None, time.process_time()))
     while True:
         if _suspended:
@@ -168,7 +178,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
             if group in _suspended:
                 _suspended.pop(group).close()
         tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
-        with limited(tell, limit_s):
+        with limited(tell, None if _is_apart(message) else limit_s):
             result = attempt(function, message)
         tell(result)
 
@@ -189,12 +199,12 @@ def attempt(function: Callable[[Any], Any], message: Any) -> Any:
 
 
 @contextmanager
-def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float) -> Iterator[None]:
+def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float | None) -> Iterator[None]:
     """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. Native code may keep it
-    from that."""
+    from that. None: there is no limit."""
 
     def end(_: int, frame: FrameType | None) -> None:
-        tell(RewardTimeoutError(verdicts.hung(frame, limit_s, _waiting())))
+        tell(RewardTimeoutError(verdicts.hung(frame, limit_s or 0.0, _waiting())))
         os._exit(1)
 
     signal.signal(signal.SIGALRM, end)
@@ -236,15 +246,14 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
         rollout = _suspended.pop(message.group)
     else:
         rollout = GroupRollout(
-            _environment(config, model_path),
+            _environment(config, model_path, message.apart),
             message.prompt,
             n=config.algorithm.group_size,
             max_new_tokens=config.task.max_new_tokens,
         )
     _running = rollout
     try:
-        with verdicts.apart(functools.partial(apart.judge, config) if message.apart else None):
-            outcome = _loop().run_until_complete(rollout.advance(message.completions))
+        outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
     if isinstance(outcome, ScoredGroup):
@@ -256,11 +265,50 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
 _running: GroupRollout | None = None  # in a worker: the group that its message is for
 
 
+def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text, from a worker of its own. Raises RewardTimeoutError with its stack for a verifier that
+    hangs, VerifierError for one that ends its process or can't be imported, and what the verifier raises."""
+    worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
+    name = config.environment.judged_by
+    try:
+        found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
+    except RewardTimeoutError as error:
+        said = str(error)  # in native code it could not say more
+        raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
+    except RewardWorkerError:
+        how = f"it ended its process, with status {worker.process.wait()}"
+        raise VerifierError(verdicts.told(name, how, prompt, text)) from None
+    finally:
+        worker.kill()
+    if isinstance(found, ArealError):
+        raise found
+    return found
+
+
+def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
+    try:
+        return outcome_apart(config, prompt, text)
+    except (RewardTimeoutError, VerifierError) as error:
+        return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
+
+
+def _verdict(config: RunConfig, judged: tuple[Prompt, str]) -> Verdict:
+    """In a worker: in an event loop, as environments call a verifier."""
+    judge = open_judge(config)
+
+    async def verdict() -> Verdict:
+        return judge(*judged, truncated=False)
+
+    return _loop().run_until_complete(verdict())
+
+
 def _failed(failure: str) -> None:
     if _running is not None and _running.failure is None:
         _running.failure = failure
 
 
-@functools.lru_cache(maxsize=1)
-def _environment(config: RunConfig, model_path: str) -> Environment:
-    return open_environment(config, Tokenizer.from_folder(model_path), _failed)
+@functools.lru_cache(maxsize=2)
+def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
+    verify = functools.partial(judged_apart, config) if apart else None
+    return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)

@@ -179,11 +179,11 @@ class _Servers:
         config, model_path = benchmark.config, self._run.info().model_path
         judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
         collector = Collector(
-            benchmark.problems,
+            benchmark,
             records,
-            benchmark.sampling(Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path)),
             tokenizer,
             judges,
+            stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
             on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
         )
         count, completions = self._run.config().generation_servers, config.completions_per_server

@@ -28,7 +28,7 @@ from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import Footprint, check_footprint
 from areal_core.planning.time_model import TimeModel
-from areal_core.rewards import apart
+from areal_core.rewards.worker import outcome_apart
 from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
@@ -156,7 +156,7 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
     nothing. Raises UserCodeError with the traceback, the prompt and the completion where it raises, returns no score
     from 0 to 1, hangs or dies."""
     try:
-        found = apart.outcome(config, task, task.answer)
+        found = outcome_apart(config, task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
         raise UserCodeError(str(error)) from None
     except RewardError as error:

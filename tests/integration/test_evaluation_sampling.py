@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from areal_core.config.schema import load
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import DivergenceError, ServerLostError
+from areal_core.evaluation.benchmark import Benchmark
 from areal_core.evaluation.records import RecordFile
-from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.servers import OwnEngine
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine
@@ -26,7 +28,8 @@ PROBLEMS = [
     Prompt(index=i, prompt_id=f"{i:064x}", text=f"{i}+1=", token_ids=TOKENIZER.encode(f"{i}+1="), answer=str(i + 1))
     for i in range(24)
 ]
-SAMPLING = Sampling(samples=3, temperature=1.0, max_tokens=12, seed=1, stop_token_ids=(END,))
+CONFIG = load({"evaluation": {"samples": 3}, "task": {"max_new_tokens": 12}})
+BENCHMARK = Benchmark(name="b", config=CONFIG, problems=PROBLEMS, about={})
 
 
 BASE = PolicyVersion(version=0, path="", digest="")
@@ -50,7 +53,7 @@ def verify(task, text):
 
 def judge(check):
     """Verdicts of a verifier, as a collector asks for them."""
-    inner = Judge("own", check)
+    inner = Judge(CONFIG.environment, check)
 
     async def judged(problem, completions):
         return [inner(problem, text, truncated=truncated) for text, truncated in completions]
@@ -58,7 +61,7 @@ def judge(check):
     return judged
 
 
-def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, problems=PROBLEMS, until=None):
+def collect(file, urls, *, completions=16, check=verify, benchmark=BENCHMARK, until=None):
     """The records; with `until` it is stopped after so many."""
 
     async def run(records):
@@ -69,7 +72,8 @@ def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, prob
             if until is not None and done >= until:
                 enough.set()
 
-        collector = Collector(problems, records, sampling, TOKENIZER, judge(check), on_record=on_record)
+        ends = {"stop_token_ids": (END,), "on_record": on_record}
+        collector = Collector(benchmark, records, TOKENIZER, judge(check), **ends)
 
         async def work(client):
             with contextlib.suppress(ServerLostError):
@@ -127,7 +131,8 @@ def collect_here(file, engine, version=BASE):
     """The records of an engine that this process steps itself."""
 
     async def run(records):
-        collector = Collector(PROBLEMS, records, SAMPLING, TOKENIZER, judge(verify), version=version.version)
+        ends = {"stop_token_ids": (END,), "version": version.version}
+        collector = Collector(BENCHMARK, records, TOKENIZER, judge(verify), **ends)
         async with asyncio.timeout(240):
             await OwnEngine(engine, slots=8).work_on(collector, version)
             await collector.finished()

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from areal_core.environments.algebra import equal, factor
+from areal_core.environments.algebra import equal
 from tests.support.cases import equality_cases
 
 
@@ -22,21 +22,6 @@ def test_formulas_are_compared_by_value() -> None:
 def test_hostile_formulas_are_refused(hostile):
     assert not equal(r"x+\sqrt{2}", hostile)
     assert not equal(hostile, hostile + "+1")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "sign"),
-    [
-        (("2x+3y", "6"), ("4x+6y", "12"), 1),
-        (("x", "y"), ("y", "x"), -1),
-        (("x^2+y^2", "4"), ("x^2+y^2", "2"), 0),
-        (("x", "y"), ("0", "0"), 0),
-        (("y", "2x+1"), (r"\sin 30^\circ", r"\frac12"), 0),
-        (("x", "y"), ("x^2", "y^2"), 0),
-    ],
-)
-def test_equations_are_equal_up_to_a_factor(one, other, sign):
-    assert factor(one, other) == sign
 
 
 def test_threads_do_not_share_a_precision():

@@ -3,18 +3,16 @@ from collections import Counter
 
 import pytest
 
-from areal_core.environments.arithmetic import Chain, draw, held_out_chains, training_chain
+from areal_core.config.schema import load
+from areal_core.environments.arithmetic import ArithmeticSource, Chain, draw, held_out_chains, training_chain
 from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
-
-
-def test_chains_are_worked_from_left_to_right():
-    chain = Chain((1, 1, 7), "--")
-    assert (chain.prompt, chain.worked, chain.direct, chain.answer) == ("1-1-7=", "1-1=0;0-7=3#3", "#3", "3")
-    assert Chain((2, 3, 4), "+*").worked == "2+3=5;5*4=0#0"
+from areal_core.models.tokenizer import char_tokenizer
 
 
 def test_the_worked_solution_is_right_at_every_step():
+    chain = Chain((1, 1, 7), "--")
+    assert (chain.prompt, chain.worked, chain.direct, chain.answer) == ("1-1-7=", "1-1=0;0-7=3#3", "#3", "3")
     rng = random.Random(0)
     for _ in range(200):
         chain = draw(rng, max_operations=16, decay=0.85)
@@ -59,3 +57,10 @@ def test_held_out_chains_are_distinct_and_a_shorter_list_is_their_beginning():
     assert held_out_chains(100, 16, 0.85) == chains[:100]
     with pytest.raises(ConfigError, match=r"^task\.held_out: .*max_operations=1"):
         held_out_chains(1024, 1, 0.85)
+
+
+def test_longest_prompt_must_fit():
+    config = load({"seed": 3, "task": {"held_out": 8, "max_prompt_tokens": 34}})
+    assert ArithmeticSource(config, char_tokenizer()).prompt(5).text == training_chain(3, 5, 16, 0.85).prompt
+    with pytest.raises(ConfigError, match=r"^task\.max_prompt_tokens: must be at least 34 .*got 33"):
+        ArithmeticSource(load({"task": {"held_out": 8, "max_prompt_tokens": 33}}), char_tokenizer())

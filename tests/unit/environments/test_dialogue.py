@@ -23,12 +23,6 @@ def spelt(tokenizer, token_ids):
     return tokenizer.decode(token_ids, special=True)
 
 
-def test_without_a_chat_a_text_is_fed_as_it_stands(tokenizer):
-    dialogue = Dialogue(ChatConfig(), tokenizer)
-    assert spelt(tokenizer, dialogue.prompt("2 + 2 =")) == "2 + 2 ="
-    assert spelt(tokenizer, dialogue.message(" again:", tokenizer.encode("5"))) == " again:"
-
-
 ASKED = "<|im_start|>user\nWhy?<|im_end|>\n"
 OPENED = "<|im_start|>assistant\n"
 

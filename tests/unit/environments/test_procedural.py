@@ -59,7 +59,6 @@ def test_held_out_prompts_are_distinct_reserved_and_the_same_for_every_seed(toke
     [
         ({"dataset": "needles"}, r"task\.dataset: must be a data set of reasoning-gym, got 'needles'"),
         ({"dataset_options": "statements=3"}, r"task\.dataset_options: needle_haystack does not take 'statements=3'"),
-        ({"dataset_options": "min_num_statements=0"}, r"task\.dataset_options: .*min_num_statements must be greater"),
         ({"dataset_options": "'"}, r"task\.dataset_options: must be name=value pairs, got"),
         ({"max_prompt_tokens": 10}, r"task\.held_out: .* at most task\.max_prompt_tokens=10 tokens"),
         (
@@ -76,44 +75,18 @@ def test_bad_data_sets_and_options_are_refused(tokenizer, settings, told):
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        ("Anna", "Anna"),
         (' "Anna." ', '"Anna."'),
         ("Let me see.\n  Anna.\n", "Anna."),
         ("It is <answer>Ben</answer>, no, <answer> Anna\n</answer> of course.", "Anna"),
-        ("<answer>a</answer> <answer>b</answer> </answer>", "b"),
         ("<answer>a <answer>b</answer>", "a <answer>b"),
-        ("<answer>a</answer>\n<answer>b", "a"),
         ("</answer>\n<answer>", "<answer>"),
         ("<answer>1 2\n3 4</answer>", "1 2\n3 4"),
         (" \n", None),
-        ("<answer> </answer>", ""),
     ],
 )
 def test_reading_takes_tagged_text_or_last_line_as_it_stands(completion, answer):
     assert reading(completion) == answer
     assert reading("1 2\n3 4\n5 6\n", lines=2) == "3 4\n5 6"
-
-
-def test_answers_are_judged_by_the_rule_of_their_data_set(tokenizer):
-    prompt = source(tokenizer).prompt(3)
-    task = Prompt(index=0, prompt_id="", text="", token_ids=(), answer=prompt.answer)  # the answer says it all
-    gold = json.loads(task.answer)["answer"]
-    judged = [procedural(task, text) for text in (gold.lower(), f"{gold} is the one", "Nobody", "\n")]
-    assert [verdict.outcome for verdict in judged] == [
-        Outcome.CORRECT,
-        Outcome.INCORRECT,
-        Outcome.INCORRECT,
-        Outcome.NO_ANSWER,
-    ]
-    assert [verdict.score for verdict in judged[:3]] == [1.0, 0.0, 0.0]
-
-
-def test_a_rule_knows_which_numbers_may_be_used(tokenizer):
-    countdown = source(tokenizer, dataset="countdown", dataset_options="max_numbers=4", max_prompt_tokens=4000)
-    task = countdown.prompt(0)
-    gold = json.loads(task.answer)["answer"]
-    assert procedural(task, f"<answer>({gold}) + 0 * 0</answer>").outcome is Outcome.INCORRECT
-    assert procedural(task, f"<answer>({gold})</answer>").outcome is Outcome.CORRECT
 
 
 def task_of(dataset, draw=0, seed=11):
@@ -142,6 +115,7 @@ def test_gold_answers_are_right_in_tags_and_as_last_lines(dataset, draw):
     task, gold = task_of(dataset, draw)
     assert procedural(task, f"I think so:\n<answer>\n{gold}\n</answer>").outcome is Outcome.CORRECT
     assert not gold or procedural(task, f"I think so:\n{gold}").outcome is Outcome.CORRECT
+    assert procedural(task, "\n").outcome is Outcome.NO_ANSWER
     assert "Integral" not in gold
 
 
@@ -189,9 +163,8 @@ def test_an_integral_that_restates_the_question_is_wrong(dataset, restated):
     ("dataset", "form", "right"),
     [
         ("countdown", "abs({})", True),
-        ("countdown", "1*({})", False),  # a number more
+        ("countdown", "1*({})", False),
         ("puzzle24", "round({})", True),
-        ("simple_integration", "pow({}, 1)", True),
         ("simple_integration", "1*({}) + 3", True),
     ],
 )

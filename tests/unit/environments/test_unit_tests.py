@@ -25,47 +25,17 @@ def packed(value, protocol=None):
     return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
-def test_human_eval():
+FORMS = [json.loads(line) for line in (PUBLISHED / "forms.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=[case["name"] for case in FORMS])
+def test_published_tests_are_read(case):
+    assert published(case["name"], case["field"]) == case["forms"]
+
+
+def test_human_eval_is_read():
     [form] = published("humaneval.jsonl", "test")
-    assert form["entry_point"] == "twice"
-    assert form["prompt"].startswith("def twice(")
-    assert form["test"].startswith("def check(candidate):")
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "forms"),
-    [
-        (
-            "apps.jsonl",
-            "input_output",
-            [
-                {"inputs": ["1\n2\n", "7\n-7\n"], "outputs": ["2\n", "7\n"]},
-                {"fn_name": "halve", "inputs": [[8], [3]], "outputs": [4, 1.5]},
-            ],
-        ),
-        (
-            "deepcoder.jsonl",
-            "tests",
-            [
-                {"inputs": ["4\n", "-3\n"], "outputs": ["16\n", "9\n"]},
-                {"fn_name": "gap", "inputs": [[3, 8], [2, 2]], "outputs": [5, 0]},
-                {"inputs": ["one two\nthree", "a b\n"], "outputs": ["two one", "b a\n"]},
-                {"fn_name": "ends", "inputs": [["hut"], ["a"]], "outputs": ["ht", "aa"]},
-                {"fn_name": "smallest", "inputs": [[[3, 1, 2], 2]], "outputs": [[1, 2]]},
-            ],
-        ),
-        (
-            "livecodebench.jsonl",
-            "private_test_cases",
-            [
-                {"inputs": ["5\n", "8\n", "1\n"], "outputs": ["3\n", "4\n", "1\n"]},
-                {"fn_name": "smallest", "inputs": [[[3, 1, 2], 2], [["b", "a"], 1]], "outputs": [[1, 2], ["a"]]},
-            ],
-        ),
-    ],
-)
-def test_published_tests_are_read(name, field, forms):
-    assert published(name, field) == forms
+    assert (form["entry_point"], form["test"][:21]) == ("twice", "def check(candidate):")
 
 
 PUBLIC = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
@@ -97,21 +67,15 @@ COUNT = "must hold as many inputs as outputs, at least one"
     ("value", "said"),
     [
         ("{", JSON),
-        ("eJw=", JSON),
         (packed("[")[:-4], JSON),
         ("[" * 100_000, f"{JSON}maximum recursion depth"),
         (None, "must hold a list of tests, or an object of inputs and outputs"),
-        ("7", "must hold a list of tests, or an object of inputs and outputs"),
-        ({}, COUNT),
-        ({"inputs": [], "outputs": []}, COUNT),
         ({"inputs": ["1"], "outputs": ["1", "2"]}, COUNT),
-        ({"inputs": [1], "outputs": ["1"]}, "must hold inputs and outputs that are text"),
         ({"inputs": [[1]], "outputs": ["1"]}, "must hold inputs and outputs that are text"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must hold arguments as a list, or as text with one a line"),
         ({"fn_name": "f", "inputs": [[date(2024, 1, 1)]], "outputs": [1]}, "must hold tests that JSON can say: "),
         ([], "must hold a test"),
         (["1"], "must hold tests with an input and an output each"),
-        ([{"input": "1"}], "must hold tests with an input and an output each"),
         (
             [STDIN, CALL],
             "must hold tests of one type, stdin, stdin_stdout, functional or function_call, got functional",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments import verdicts
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError
@@ -21,7 +21,7 @@ RIGHT, WRONG, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.FAILED
 
 
 def judged(verify: Callable[[Prompt, str], Any], text: str = "#3\nareal: error: forged") -> Verdict:
-    return Judge("environment.verifier own:check", verify)(TASK, text, truncated=False)
+    return Judge(EnvironmentConfig(verifier="own:check"), verify)(TASK, text, truncated=False)
 
 
 def raising(error: BaseException) -> Callable[[Prompt, str], Any]:
@@ -93,7 +93,7 @@ def test_an_error_that_passes_costs_nothing() -> None:
 
 @pytest.mark.parametrize("verify_truncated", [True, False])
 def test_truncated_completions_are_verified_on_request(verify_truncated: bool) -> None:
-    judge = Judge("own", lambda *_: 1.0, verify_truncated=verify_truncated)
+    judge = Judge(EnvironmentConfig(verify_truncated=verify_truncated), lambda *_: 1.0)
     assert judge(TASK, "#2", truncated=True).score == float(verify_truncated)
 
 
@@ -123,8 +123,3 @@ def test_a_request_for_another_try_gets_out_as_a_class_of_this_package(error: Re
     with pytest.raises(RewardError, match="1 2") as raised:
         judged(raising(error))
     assert type(raised.value) is RewardError
-
-
-def test_texts_of_a_verdict_are_texts() -> None:
-    verdict = judged(lambda *_: Verdict(RIGHT, 1.0, answer=Fraction(1, 2)))
-    assert verdict == Verdict(RIGHT, 1.0, answer="1/2")

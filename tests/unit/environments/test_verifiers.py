@@ -10,17 +10,7 @@ def task(gold: str) -> Prompt:
 
 @pytest.mark.parametrize(
     ("completion", "score"),
-    [
-        ("1-1=0;0-7=3#3", 1.0),
-        ("#3", 1.0),
-        ("#4#3", 1.0),
-        ("#3#4", 0.0),
-        ("#33", 0.0),
-        ("#", 0.0),
-        ("3", 0.0),
-        ("", 0.0),
-        ("#3#", 0.0),
-    ],
+    [("1-1=0;0-7=3#3", 1.0), ("#4#3", 1.0), ("#3#4", 0.0), ("3", 0.0), ("#3#", 0.0)],
 )
 def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
     assert exact_match(task("3"), completion) == score
@@ -30,18 +20,11 @@ def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
     ("completion", "gold", "outcome"),
     [
         ("so there are 18 eggs.\n#### 18", "18", Outcome.CORRECT),
-        ("\\boxed{1,500}", "1500", Outcome.CORRECT),
-        ("27.0", "27", Outcome.CORRECT),
-        ("it is 27", "27.5", Outcome.INCORRECT),
-        ("18 at first, then 19", "18", Outcome.INCORRECT),
         ("no idea", "18", Outcome.NO_ANSWER),
         ("\\boxed{\\frac{1}{2}", "1/2", Outcome.UNPARSABLE),
-        ("\\boxed{(1}", "1", Outcome.UNPARSABLE),
         ("\\boxed{" + "x" * 601 + "}", "1", Outcome.UNPARSABLE),
         ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.CORRECT),
         ("\\boxed{2}", "3\\sqrt{2}", Outcome.INCORRECT),
-        ("\\boxed{9^{9^{9^{9}}}}", "\\sqrt{2}", Outcome.INCORRECT),
-        ("\\boxed{x}", "np.arcsin(10/13", Outcome.INCORRECT),
     ],
 )
 def test_mathematics(completion, gold, outcome):

@@ -1,7 +1,6 @@
 """Scores from records, by hand; a completion without a result counts as wrong."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -88,13 +87,5 @@ def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):
     assert "\n\tdone\\x1b \\u202e</pre>" in page
     assert "&lt;|im_start|&gt;user" in page
     assert "pass@1, 1 samples" in page
-
-
-def test_page_colours_outcomes_by_their_names(tmp_path: Path) -> None:
-    records = [record(0, RIGHT), record(1, WRONG)]
-    write_page(tmp_path / "page.html", "r", records, scored(records))
-    page = (tmp_path / "page.html").read_text()
-    coloured = set(re.findall(r"\.mark\.(\w+)", page))
-    assert "correct" in coloured
-    assert coloured <= set(Outcome)
     assert '<span class="mark correct">' in page
+    assert {"correct"} <= set(re.findall(r"\.mark\.(\w+)", page)) <= set(Outcome)  # those that have a colour

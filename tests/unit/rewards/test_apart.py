@@ -12,7 +12,7 @@ import pytest
 from areal_core.config.schema import EnvironmentConfig, RunConfig, load
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ConfigError, RewardError, RewardTimeoutError, VerifierError
-from areal_core.rewards import apart
+from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.types import Outcome, Prompt
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=(1,), answer="2")
@@ -34,7 +34,7 @@ def verify(task: Prompt, text: str) -> Verdict:
 
 
 def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
-    return apart.outcome(config, PROMPT, text)
+    return outcome_apart(config, PROMPT, text)
 
 
 def test_verdicts_are_those_of_the_verifier() -> None:
@@ -54,7 +54,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
     with pytest.raises(error, match=f"^environment.verifier {CONFIG.environment.verifier}: {said}"):
         outcome(text)
-    verdict = apart.judge(CONFIG, PROMPT, text)
+    verdict = judged_apart(CONFIG, PROMPT, text)
     assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
     assert f"completion:\n        {text}" in str(verdict.failure)
 

@@ -19,12 +19,11 @@ from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.storage.rundir import RunDir, RunInfo
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    (tmp_path / "model").mkdir()
-    char_tokenizer().save(tmp_path / "model" / "tokenizer.json")
-    info = RunInfo(run_id="r", model_path=str(tmp_path / "model"), checkpoint_url="/store")
-    return RunDir.create(load({"state_dir": str(tmp_path)}), info)
+def run_dir(folder: Path, **config: object) -> RunDir:
+    (folder / "model").mkdir()
+    char_tokenizer().save(folder / "model" / "tokenizer.json")
+    info = RunInfo(run_id="r", model_path=str(folder / "model"), checkpoint_url="/store")
+    return RunDir.create(load({"state_dir": str(folder), **config}), info)
 
 
 class Failing:
@@ -41,9 +40,9 @@ class Failing:
         return self._error
 
 
-def test_errors_of_groups_are_told_and_others_are_this_machines(run: RunDir) -> None:
+def test_errors_of_groups_are_told_and_others_are_this_machines(tmp_path: Path) -> None:
     arrived = Arrived(group=5, prompt=None, completions=[])
-    host, work = Host(run, 1, 1), Work(number=1, forgotten=[4], arrived=arrived, bodies={})
+    host, work = Host(run_dir(tmp_path), 1, 1), Work(number=1, forgotten=[4], arrived=arrived, bodies={})
 
     def answer(error: ArealError, *, dies: bool = False) -> bytes:
         worker = Failing(error, dies=dies)
@@ -60,10 +59,7 @@ def test_errors_of_groups_are_told_and_others_are_this_machines(run: RunDir) -> 
 
 def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path: Path) -> None:
     """It is not started again: it would lack it again."""
-    (tmp_path / "model").mkdir()
-    char_tokenizer().save(tmp_path / "model" / "tokenizer.json")
-    config = load({"state_dir": str(tmp_path), "environment": {"name": "elsewhere_alone:Environment"}})
-    run = RunDir.create(config, RunInfo(run_id="r", model_path=str(tmp_path / "model"), checkpoint_url="/store"))
+    run = run_dir(tmp_path, environment={"name": "elsewhere_alone:Environment"})
     argv = [sys.executable, "-m", "areal_core.rewards.host", "--run-dir", run.root, "--first", "1", "--workers", "2"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == SPENT

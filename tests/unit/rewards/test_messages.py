@@ -51,19 +51,6 @@ def test_work(prompt: Prompt | None) -> None:
     assert first.completion.segments[0][0] is second.completion.segments[0][0]
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        (),
-        (SampleRequest(token_ids=(1, 2), n=3, max_tokens=4), SampleRequest(token_ids=(), n=1, max_tokens=1)),
-        scored(),
-    ],
-    ids=["nothing", "requests", "scores"],
-)
-def test_outcomes(outcome: tuple[SampleRequest, ...] | ScoredGroup) -> None:
-    assert decode_outcome(encode_outcome(outcome)) == outcome
-
-
 def test_errors_are_returned_and_those_that_cost_the_worker_are_raised() -> None:
     returned = decode_outcome(encode_outcome(GenerationError("no body")))
     assert (type(returned), str(returned)) == (GenerationError, "no body")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_core.api.wire import Arrival, SampledCompletion
-from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
+from areal_core.errors import ArealError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.rewards import remote
 from areal_core.rewards.messages import BEGIN_ANEW, Work, decode_work, encode_outcome
 from areal_core.rewards.pool import GroupSession, RewardPool
@@ -117,22 +117,6 @@ async def test_groups_go_on_where_they_were_suspended(pool: RewardPool) -> None:
     assert await asyncio.gather(*last) == [BEGIN_ANEW] * 2
 
 
-async def test_the_worker_that_has_been_idle_for_longest_is_next(pool: RewardPool) -> None:
-    workers = [Played(pool, place=place) for place in (1, 2, 3)]
-    asking = [asyncio.create_task(worker.works()) for worker in workers]
-    await asyncio.sleep(0)
-    order: list[int] = []
-    for turn in (0, 1, 2, 0, 1):
-        advancing = advance(begun(pool))
-        done, _ = await asyncio.wait(asking, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        order += [asking.index(one) for one in done]
-        asking[turn] = asyncio.create_task(workers[turn].works(()))
-        assert await advancing == ()
-    assert order == [0, 1, 2, 0, 1]
-    for one in asking:
-        one.cancel()
-
-
 async def test_a_request_that_comes_twice_is_answered_twice_and_counts_once(pool: RewardPool) -> None:
     worker = Played(pool)
     advancing = advance(begun(pool))
@@ -206,13 +190,6 @@ async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
     waiting.cancel()
 
 
-async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: RewardPool) -> None:
-    worker = Played(pool)
-    worker.answered = 4
-    assert await worker.is_given_up(REQUESTS)
-    assert len(pool._remote) == 0
-
-
 async def test_a_place_has_one_worker(pool: RewardPool) -> None:
     """The one that is there stays, as long as its connection is."""
     first, second = Played(pool, "a"), Played(pool, "b")
@@ -261,40 +238,3 @@ async def test_a_silent_worker_is_missed(pool: RewardPool, busy: bool, monkeypat
         async with asyncio.timeout(LIMIT_S):
             while pool._remote:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-
-
-async def test_a_worker_that_asks_again_and_again_is_not_missed(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "SILENT_S", 0.3)
-    worker = Played(pool)
-    session, working = await suspended(pool, worker)
-    for _ in range(10):
-        assert await worker.asks((), wait_s=0.1) is None
-    assert await working == ()
-    going_on = advance(session, b"more")
-    assert (await worker.works(())).arrived.group == 1  # the same incarnation
-    going_on.cancel()
-
-
-async def test_a_group_that_is_cancelled_costs_its_worker_an_incarnation(pool: RewardPool) -> None:
-    worker = Played(pool)
-    working = await at_work(pool, worker)
-    working.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await working
-    assert await worker.is_given_up(())
-
-
-async def test_closing_reaches_all_that_wait(pool: RewardPool) -> None:
-    worker = Played(pool)
-    working = await at_work(pool, worker)
-    waiting = advance(begun(pool))
-    await asyncio.sleep(0)
-    await pool.close()
-    for task in (working, waiting):
-        with pytest.raises(RewardError):
-            await task
-    assert await worker.is_given_up()
-    with pytest.raises(ArealError):
-        await advance(begun(pool))
