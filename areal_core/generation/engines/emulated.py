@@ -21,7 +21,7 @@ from areal_core.config.schema import EmulationConfig
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import uniforms
 from areal_core.generation.engines.scheduler import Group, SlotEngine
-from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
+from areal_core.models.spec import ModelSpec, check_shapes, stored_tensors, weight_shapes
 from areal_core.planning.time_model import Pace, TimeModel, completion_length
 from areal_core.types import Int32Array
 
@@ -67,7 +67,7 @@ class EmulatedEngine(SlotEngine):
 
     def read(self, file: Path) -> None:
         """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
-        check_shapes(self.spec, header_shapes(file))
+        check_shapes(weight_shapes(self.spec), stored_tensors(file))
 
     def prepare(self, weights: None) -> None:
         """Takes the time that the weights need to arrive, while decoding goes on."""

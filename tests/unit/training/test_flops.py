@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import GroupCost
-from areal_core.training.flops import forward_flops, peak_flops_per_s, step_flops, training_cost
+from areal_core.training.flops import Rates, forward_flops, peak_flops_per_s, step_flops, training_cost
 from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
@@ -52,7 +52,7 @@ def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> 
     laid = tokens, lengths, prompts
     forward, backward = counted(spec, pack_shared(*laid, [[0, 1], [2, 3]]) if shared else pack(*laid, range(4)))
     attention = 4 * spec.layers * spec.heads * spec.head_dim * (PAIRED_ATTENDED if shared else ATTENDED)
-    passes = [forward_flops(spec, *group, shared=shared) for group in groups]
+    passes = [forward_flops(Rates.of(spec), *group, shared=shared) for group in groups]
     costs = [total(training_cost(spec, *group, shared=shared)) for group in groups]
     assert sum(passes) - attention == forward
     # The backward pass makes the logits again, which torch counts and model FLOPs don't, and adds a product of the same
@@ -68,7 +68,7 @@ def test_a_step_is_its_passes() -> None:
     def passes(minibatch: int, *, attention: bool = True) -> int:
         trained = [index for index in share.minibatches[minibatch] if share.has_gradient[index]]
         cut = [(int(share.prompt_lengths[index]), int(share.lengths[index])) for index in trained]
-        return sum(forward_flops(SPEC, p, [n - p], shared=False, attention=attention) for p, n in cut)
+        return sum(forward_flops(Rates.of(SPEC), p, [n - p], shared=False, attention=attention) for p, n in cut)
 
     first, second = passes(0), passes(1)
     assert first > 0 < second
