@@ -30,7 +30,7 @@ from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.model.forward import completion_logprobs
-from areal_core.training.model.pointwise import is_compiled, kernels
+from areal_core.training.model.pointwise import compiled_for
 from areal_core.types import Float32Array
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class PolicyEngine(ABC):
             self._hold(adapter, {name: weights[name].detach().to(self.dtype) for name in weight_shapes(spec)})
         if algorithm.kl_coef:
             self._reference = self._version_0(weights)
-        if spec.transformers is None and is_compiled(self.device, self.dtype):
-            kernels()  # compiled or loaded here, not in the first step
+        if spec.transformers is None:
+            compiled_for(self.device, self.dtype)  # loads the kernels here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
 
