@@ -12,13 +12,12 @@ from aiohttp import web
 from areal_core.api.wire import version_name
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
-from areal_core.models import verified
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage.weights import publish, weights_file
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
 from tests.support.lora import adapter, form
-from tests.support.servers import FakeServer, choices, generated, version
+from tests.support.servers import FakeServer, generated, version
 from tests.support.training import SPEC
 
 PAUSE = threading.Event()  # never set
@@ -169,20 +168,6 @@ async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp
     assert [path for path, _ in vllm.calls] == ["/start_weight_update", "/update_weights"]
 
 
-async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch, connect, vllm):
-    hashed = []
-    check = verified._check
-    monkeypatch.setattr(verified, "_check", lambda *version: hashed.append(version[0]) or check(*version))
-    async with FakeServer("0.32.0") as other:
-        clients = [await connect(server) for server in (vllm, other, vllm)]
-        await asyncio.gather(*(client.load_version(weights, "resubmit") for client in clients))
-        assert hashed == [tmp_path]
-        (tmp_path / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(ServerLostError, match="digest"):
-            await clients[0].load_version(weights, "resubmit")
-    assert hashed == [tmp_path, tmp_path]
-
-
 async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
     metrics = (
         "# HELP vllm:num_requests_running Number of requests.\n"
@@ -289,13 +274,6 @@ async def test_a_server_with_other_routes_is_refused_in_one_line(connect, releas
     assert not isinstance(caught.value, ServerLostError)
 
 
-async def test_weights_without_a_name_have_no_version(server, client):
-    server.label = "default"
-    assert await client.loaded_version() is None
-    server.label = "12"
-    assert await client.loaded_version() == 12
-
-
 class FakeStager:
     """Brings every version to /here/N; with `status` it refuses, and while `holds` is set it says nothing."""
 
@@ -372,35 +350,6 @@ async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager
     with pytest.raises(ServerLostError, match=said):
         await far.load_version(version(3), "recompute")
     assert server.updates() == []
-
-
-async def test_a_stager_that_says_nothing_or_is_gone_costs_the_server(server, stager, far):
-    stager.holds = True
-    with pytest.raises(ServerLostError, match=r"version 3 was not loaded in 0\.5 s"):
-        await far.load_version(version(3), "recompute")
-    stager.holds = False
-    await stager.__aexit__()
-    with pytest.raises(ServerLostError, match=r"/stage: ClientConnectorError"):
-        await far.load_version(version(3), "recompute")
-    assert server.updates() == []
-
-
-async def test_the_temperature_is_the_requests_own(server, client):
-    for name, changes, expected in (
-        ("default", {}, 1.0),
-        ("warm", {"temperature": 0.7}, 0.7),
-        ("greedy", {"temperature": 0.7, "greedy": True}, 0.0),
-    ):
-        await generated(client, request(name, **changes))
-        assert server.requests[name]["sampling_params"]["temperature"] == expected
-
-
-async def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, client):
-    server.release.clear()
-    async with server.runs(generated(client, request("r", n=2))) as call:
-        await client.abort_all()
-        assert choices(await call) == [([5, 6], "abort")] * 2
-    assert server.updates() == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
 
 
 async def test_server_errors_and_lost_connections_are_lost_servers(server, client):
@@ -490,11 +439,3 @@ async def test_a_damaged_adapter_is_not_loaded(vllm, adapting, tmp_path):
     with pytest.raises(ServerLostError, match="version 1 was not loaded: digest: "):
         await adapting.load_version(version, "recompute")
     assert paths(vllm) == ["/v1/models"]
-
-
-async def test_the_embedded_server_loads_an_adapter_as_it_loads_weights(server, connect, tmp_path):
-    client = await connect(server, adapters=True)
-    await client.load_version(published(tmp_path, 1), "recompute")
-    assert paths(server)[:2] == ["/start_weight_update", "/update_weights"]
-    await client.complete(request("r"))
-    assert server.requests["r"]["model"] == "policy"  # whatever it has loaded: it labels every token

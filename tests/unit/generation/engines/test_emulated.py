@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_core.api.wire import version_spans
-from areal_core.errors import GenerationError, ModelError
+from areal_core.errors import ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
@@ -135,20 +135,6 @@ def test_accelerators_that_train_in_between_get_their_weights_with_the_change() 
     assert served.stats.swap_ms == 0.0
 
 
-def test_slots_bound_the_running_completions_and_drained_engines_start_none() -> None:
-    served = engine(Clock(), slots=3)
-    served.add(request(n=8))
-    served.step()
-    assert (served.running, served.waiting) == (3, 5)
-    served.admitting = False
-    ended: list[Generation] = []
-    while served.running:
-        ended += served.step()
-    assert served.waiting == 5
-    served.admitting = True
-    assert lengths(run(served, ended=ended)["r"]) == [wire_length(request(), index) for index in range(8)]
-
-
 def test_a_full_cache_bounds_the_running_completions_and_loses_none() -> None:
     # Room for the prompts of all sixteen, and for three completions at their full length.
     kv_tokens = 3 * (PROMPT + LIMIT * SCALE)
@@ -205,15 +191,6 @@ def test_aborted_completions_keep_their_tokens() -> None:
     served.add(request("c"))
     assert lengths(gathered(served.abort())["c"]) == [0] * 4
     assert (served.running, served.waiting) == (0, 0)
-
-
-def test_bad_requests_are_refused() -> None:
-    served = engine(Clock())
-    served.add(request("a"))
-    with pytest.raises(GenerationError, match=r"^request_id: a is already being served$"):
-        served.add(request("a"))
-    with pytest.raises(GenerationError, match=r"^max_tokens: must be at least 1, got 0$"):
-        served.check(request(max_tokens=0))
 
 
 def test_weights_are_looked_at(tmp_path: Path) -> None:

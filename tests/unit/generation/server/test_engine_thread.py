@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.generation.engines.embedded import EngineStats
+from areal_core.generation.engines.engine import EngineStats
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
 

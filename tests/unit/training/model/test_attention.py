@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from areal_core.training.batching.packing import Block, pack
+from areal_core.training.batching.packing import Block
 from areal_core.training.model import attention
 from areal_core.training.model.attention import attention_by_block, bounds, causal_attention, causal_kernel
-from areal_core.training.model.forward import completion_logprobs
-from tests.support.training import SPEC, weights
 
 BLOCKS = (Block(3, 2), Block(1, 5), Block(2, 7))  # 25 tokens
 
@@ -101,14 +97,3 @@ def test_the_installed_kernel_takes_these_arguments(kv_heads: int):
     else:  # torch 2.11: a key and a value for every query head
         assert call["key"].shape == call["value"].shape == call["query"].shape
     assert (call["max_q"], call["max_k"]) == (7, 7)
-
-
-def test_a_whole_model_over_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    spec = replace(SPEC, head_dim=8)
-    lengths, prompts = np.array([4, 7, 4, 12]), np.array([1, 3, 2, 5])
-    tokens = np.random.default_rng(0).integers(0, SPEC.vocab_size, lengths.sum()).astype(np.int32)
-    packed = pack(tokens, lengths, prompts, [2, 0, 3, 1])
-    expected, _ = completion_logprobs(spec, weights(spec), packed)
-    use(monkeypatch, of_torch_2_13)
-    got, _ = completion_logprobs(spec, weights(spec), packed)
-    torch.testing.assert_close(got, expected)
