@@ -120,29 +120,6 @@ async def test_an_update_that_waits_mixes_no_versions(client, server, pool_of, p
         assert deviations(published.reference, item, completion).max() < EXACT
 
 
-@pytest.mark.parametrize("interruption", EXACTLY)
-@pytest.mark.nightly
-async def test_a_completion_that_has_stopped_does_not_go_on(client, server, pool_of, published, interruption):
-    pool = await pool_of(interruption)
-    # Completions are short: an update finds others running than the one before.
-    asked = [
-        request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,))
-        for i in range(60 if client.in_place else 12)
-    ]
-    updates = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
-    _, pending, calls = await interrupted(client, server, pool, asked, *updates)
-    completions = await joined(pending, calls)
-    assert len(completions) == len(asked) * SLOTS
-    for item, completion in completions:
-        stopped = int(completion.token_ids[-1]) == STOP
-        assert STOP not in completion.token_ids[:-1]
-        assert stopped or len(completion.token_ids) == 150
-        assert completion.finish_reason == ("stop" if stopped else "length")
-        if crosses(completion):
-            assert deviations(published.reference, item, completion).max() < EXACT
-    assert {completion.finish_reason for _, completion in completions if crosses(completion)} >= {"stop"}
-
-
 async def test_tokens_after_a_seam_are_sampled_anew(client, server, pool_of, published):
     """A server that is asked for the rest with the seed of the whole uses the first random numbers again. At a high
     temperature they decide more than the context does: many of the first tokens come again."""

@@ -83,12 +83,13 @@ def test_a_written_adapter_is_read_again(tmp_path: Path) -> None:
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / ADAPTER
     write_adapter(file, adapter(SPEC, TWO), TWO)
-    with pytest.raises(ModelError, match=r"down_proj.lora_B.weight: expected shape \[8, 2\], got \[16, 2\]$"):
-        read_adapter(file, dataclasses.replace(SPEC, hidden_size=8), TWO)
-    with pytest.raises(ModelError, match=r"another model: training.lora.targets: must name linear layers"):
-        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("c_attn",)))
-    with pytest.raises(ModelError, match=r"lora_A.weight: expected shape None, got"):
-        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("q_proj",)))
+    for spec, targets, said in (
+        (dataclasses.replace(SPEC, hidden_size=8), TWO.targets, r"q_proj.lora_A.weight: expected shape \[2, 8\], got"),
+        (SPEC, ("c_attn",), "training.lora.targets: must name linear layers"),
+        (SPEC, ("q_proj",), "down_proj.lora_A.weight: no such tensor in this model"),
+    ):
+        with pytest.raises(ModelError, match=f"adapter of another model: .*{said}"):
+            read_adapter(file, spec, dataclasses.replace(TWO, targets=targets))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ damaged for others."""
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +15,9 @@ from safetensors.numpy import load_file
 from areal_core.errors import DivergenceError
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
-from areal_core.training import publisher
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.metrics import StepTimes
 from areal_core.training.trainer import Trainer
-from areal_core.types import BatchGroup, BatchManifest, PolicyVersion
 from tests.support.runs import tiny
 from tests.support.training import batch
 
@@ -63,44 +59,6 @@ def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None
     later = np.repeat(arrays["minibatch"] > 0, share.lengths)  # the first minibatch's own pass is its pi_prox
     assert (arrays["proximal_logprobs"][share.loss_mask & later] < 0).all()
     assert not arrays["proximal_logprobs"][~later].any()
-
-
-def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Version 1 is written and hashed once step 2 has trained; version 2 waits for it."""
-    done: list[tuple[str, int]] = []
-    begun, may_write = threading.Event(), threading.Event()
-
-    def publish(folder: Path, version: int, *_: Any, **__: Any) -> PolicyVersion:
-        begun.set()
-        assert may_write.wait(PATIENCE_S)
-        done.append(("written", version))
-        return PolicyVersion(version=version, path=str(folder), digest="0" * 64)
-
-    def learn(batch: TrainingBatch, times: StepTimes) -> Any:
-        stats = learns(batch, times)
-        done.append(("trained", batch.step))
-        if batch.step == 2:
-            assert begun.wait(PATIENCE_S)
-            may_write.set()
-        return stats
-
-    controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
-    monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
-    monkeypatch.setattr(publisher.weights, "publish", publish)
-    one = trainer(tmp_path)
-    learns = one._learn
-    monkeypatch.setattr(one, "_learn", learn)
-    for step in (1, 2):
-        group = BatchGroup(
-            group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), truncated=(False, False), ready_version=step - 1,
-            prompt_tokens=1, checksums=(), segment="", start=0,
-        )  # fmt: skip
-        one._train_step(BatchManifest(step=step, groups=(group,)), sound(step), 0.0)
-    assert one.publisher is not None
-    one.publisher.drain()
-    assert done == [("trained", 1), ("trained", 2), ("written", 1), ("written", 2)]
 
 
 def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from areal_core.errors import ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
-from areal_core.planning.time_model import TimeModel, completion_length
+from areal_core.planning.time_model import completion_length
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
@@ -88,29 +88,6 @@ def test_completions_that_run_together_share_the_reading_of_weights(n: int) -> N
         expected_s += MODEL.decode_s(running, running * (PROMPT + done), length - done)
         done = length
     assert clock.now_s * CONFIG.speed == pytest.approx(expected_s)
-
-
-def test_a_long_prefill_is_paid_in_steps_of_milliseconds() -> None:
-    clock, config = Clock(), dataclasses.replace(CONFIG, prefill_share=1e-5)
-    run(engine(clock, config), request(n=8))
-    assert TimeModel(config).prefill_s([PROMPT]) > 5 * 0.004 * CONFIG.speed
-    assert clock.longest_s < 0.0041
-
-
-def test_an_update_stands_still_for_hand_over_and_recomputation_before_it_returns() -> None:
-    clock = Clock()
-    served = engine(clock)
-    served.add(request(n=2))
-    advance(served, clock, 0.01)
-    served.clear_cache()
-    before_s = clock.now_s
-    served.swap(None, 1, recompute=False)
-    recompute_s = 1e-3 * served.stats.recompute_ms
-    assert clock.now_s - before_s == pytest.approx(CONFIG.handover_s / CONFIG.speed + recompute_s)
-    assert recompute_s > 0
-    sampled = served.stats.generated_tokens
-    advance(served, clock, clock.now_s + 0.02)
-    assert served.stats.generated_tokens > sampled  # nothing is owed any more
 
 
 def test_an_update_stands_still_no_longer_than_its_caller_waits() -> None:

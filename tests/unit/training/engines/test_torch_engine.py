@@ -8,12 +8,11 @@ import torch
 
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
-from areal_core.models.adapters import adapter_shapes, merged
+from areal_core.models.adapters import adapter_shapes
 from areal_core.models.tensorfile import to_bfloat16
 from areal_core.training.engines.policy_engine import learning_rate
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.model.forward import completion_logprobs
-from tests.support.lora import LORA, adapter, form
+from tests.support.lora import LORA, form
 from tests.support.training import (
     SPEC,
     TRAINING,
@@ -115,47 +114,6 @@ def test_an_adapter_of_another_rank_is_refused():
         engine(ADAPTED).load_state(state)
     with pytest.raises(ModelError, match=r"lora_A.weight: expected shape \[3, 16\] in the saved state, got nothing"):
         engine(ADAPTED).load_state(engine().state())
-
-
-def test_the_gradient_of_an_adapter_is_that_of_the_weights_projected():
-    """dL/dB = scale dL/dW A^T and dL/dA = scale B^T dL/dW, with the gradient of weights that have it added."""
-    own, lora = adapter(SPEC), form()
-    one = engine(ADAPTED)
-    state = one.state()
-    one.load_state(replace(state, arrays=state.arrays | {f"weight/{name}": values for name, values in own.items()}))
-    share = batch(minibatches=1)
-    [packed] = share.cut(range(len(share.lengths)))[:1]
-    one.start_gradient()
-    one.backward(one.forward(packed)[0].sum(), last=True)
-    gradient = {name: parameter.grad.numpy() for name, parameter in one._parameters.items()}
-    whole = merged({name: tensor.numpy() for name, tensor in weights().items()}, own, lora)
-    leaves = {name: torch.from_numpy(values).requires_grad_() for name, values in whole.items()}
-    completion_logprobs(SPEC, leaves, packed)[0].sum().backward()
-    for layer in {name.partition(".lora_")[0] for name in own}:
-        of_weight = leaves[f"{layer}.weight"].grad
-        assert of_weight is not None
-        down, up = own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]
-        wanted = {"A": lora.scale * up.T @ of_weight.numpy(), "B": lora.scale * of_weight.numpy() @ down.T}
-        for which, values in wanted.items():
-            found = gradient[f"{layer}.lora_{which}.weight"]
-            assert np.linalg.norm(found - values) <= 1e-4 * np.linalg.norm(values), layer
-
-
-def test_a_saved_state_is_a_copy():
-    one = engine()
-    state = one.state()
-    weights = one.weights()
-    train(one, range(1, 2))
-    np.testing.assert_array_equal(state.arrays["weight/model.norm.weight"], weights["model.norm.weight"])
-    assert (one.weights()["model.norm.weight"] != weights["model.norm.weight"]).any()
-
-
-def test_a_state_of_another_model_is_refused():
-    state = engine(spec=replace(SPEC, vocab_size=40)).state()
-    with pytest.raises(
-        ModelError, match=r"weight/model.embed_tokens.weight: expected shape \[23, 16\].*got shape \[40"
-    ):
-        engine().load_state(state)
 
 
 def test_divergence_raises_and_leaves_the_weights():
@@ -286,15 +244,6 @@ def test_train_inference_kl_is_measured_where_the_version_has_sampled():
         int(share.loss_mask[start:].sum()),
     )
     assert one.train_inference_kl(share, one.weights(), 4) == (0.0, 0)
-
-
-def test_standard_measures_the_train_inference_kl_before_its_first_update_only():
-    one, share = engine(algorithm=STANDARD), batch()
-    stats = one.train_step(share, None)
-    assert stats.updates == 2
-    assert one.train_step(batch(step=1), None).train_inference_kl != stats.train_inference_kl
-    stale = replace(share, versions=share.versions - 1)
-    assert engine(algorithm=STANDARD).train_step(stale, None).train_inference_kl is None
 
 
 def test_a_rank_starts_without_torchs_compiler():
