@@ -67,16 +67,6 @@ def test_a_width_of_heads_that_is_not_named_is_that_of_transformers(tmp_path):
     assert read_spec(tmp_path).head_dim == AutoConfig.from_pretrained(tmp_path).head_dim == 128
 
 
-def test_rope_tables_are_those_of_transformers(folder):
-    from transformers import AutoModelForCausalLM
-
-    rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
-    cos, sin = rotary(torch.zeros(1), torch.arange(SPEC.context)[None])
-    ours = folders.rope_tables(SPEC, SPEC.context)
-    assert torch.equal(ours[0], cos[0])
-    assert torch.equal(ours[1], sin[0])
-
-
 def test_sharded_weights_and_older_rope_field_are_read(folder):
     weights = folders.read_weights(folder, SPEC)
     (folder / "model.safetensors").unlink()
