@@ -1,4 +1,4 @@
-"""Model FLOPs of training, and peak FLOPs of a GPU: both sides of model FLOPs utilisation (MFU).
+"""Model FLOPs of training, one side of model FLOPs utilisation (MFU); `training.hardware` has the other.
 
 Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B): what the shapes of a model and of
 a batch demand, two for each weight that an input is multiplied with and four for each element of a query head and each
@@ -9,12 +9,11 @@ save memory, does not count. Unlike there, attention is causal and logits are co
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from areal_core.models.spec import ModelSpec, weight_shapes
-from areal_core.planning.time_model import ACCELERATORS, Accelerator, ModelCost
+from areal_core.planning.time_model import ModelCost
 from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
@@ -83,20 +82,6 @@ def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     once = forward_flops(rates, prompt, [], shared=True) if shared else 0
     own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
     return GroupCost(3 * once, [3 * flops for flops in own])
-
-
-def peak_flops_per_s(name: str, dtype: str) -> float | None:
-    """Peak of a GPU for products of `dtype` (float32: without TF32; bfloat16: dense), None without a data sheet."""
-    found = data_sheet(name)
-    return found and 1e12 * {"bfloat16": found.tflops, "float32": found.float32_tflops}[dtype]
-
-
-def data_sheet(name: str) -> Accelerator | None:
-    """The data sheet of a GPU, by the name that its driver gives it ("NVIDIA H100 80GB HBM3"). None for one that is not
-    listed. Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks and count as not listed."""
-    words = re.split(r"[\s-]+", name.lower())
-    found = [ACCELERATORS[word] for word in words if word in ACCELERATORS]
-    return found[0] if found and not {"pcie", "nvl", "mig"} & set(words) else None
 
 
 def _matrices(spec: ModelSpec) -> float:

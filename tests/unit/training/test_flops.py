@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import GroupCost
-from areal_core.training.flops import Rates, forward_flops, peak_flops_per_s, step_flops, training_cost
+from areal_core.training.flops import Rates, forward_flops, step_flops, training_cost
 from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
@@ -84,18 +84,3 @@ def test_a_step_is_its_passes() -> None:
 
 def total(cost: GroupCost) -> float:
     return cost.prompt + sum(cost.completions)
-
-
-@pytest.mark.parametrize(
-    ("name", "bfloat16", "float32"),
-    [("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12), ("NVIDIA H100 80GB HBM3", 989e12, 67e12)],
-)
-def test_peaks_are_looked_up_by_the_drivers_name(name: str, bfloat16: float, float32: float) -> None:
-    assert (peak_flops_per_s(name, "bfloat16"), peak_flops_per_s(name, "float32")) == (bfloat16, float32)
-
-
-@pytest.mark.parametrize(
-    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
-)
-def test_other_chips_have_no_known_peak(name: str) -> None:
-    assert peak_flops_per_s(name, "bfloat16") is None
