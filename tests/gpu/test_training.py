@@ -20,7 +20,6 @@ from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.training.batching.packing import Block
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.hardware import peak_memory_bytes
 from areal_core.training.model import attention
 from areal_core.training.model.attention import attention_by_block, causal_attention
 from tests.support.training import SPEC, engine, train
@@ -127,25 +126,6 @@ def test_sequences_of_any_length_at_once(kv_heads: int, width: int):
     for one, other in zip(gradients, torch.autograd.grad(expected, single, upstream), strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one.float(), other, atol=0.02 * scale, rtol=0.05)
-
-
-@BOTH
-def test_layers_computed_again_give_the_same_step_in_less_memory(training: TrainingConfig, fixed_order: None):
-    share = batch()
-
-    def step(again: bool) -> tuple[float, float, int]:
-        one = made(replace(training, checkpoint_activations=again))
-        proximal = one.logprobs(share)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        stats = one.train_step(share, proximal)
-        return stats.loss, stats.grad_norm, peak_memory_bytes(one.device) - before
-
-    loss, norm, memory = step(False)
-    loss_again, norm_again, memory_again = step(True)
-    assert loss_again == pytest.approx(loss, rel=1e-6)
-    assert norm_again == pytest.approx(norm, rel=1e-6)
-    assert memory_again < memory
 
 
 @BOTH

@@ -34,8 +34,8 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class OpenRendezvous:
-    """Another handler of torchrun's, which can no longer close the rendezvous, and whose agent is machine `node` of every
-    round."""
+    """Another handler of torchrun's, which can no longer close the rendezvous, and whose agent is machine `node` of
+    every round."""
 
     def __init__(self, handler: RendezvousHandler, node: int) -> None:
         self._handler = handler

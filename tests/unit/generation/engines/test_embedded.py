@@ -10,7 +10,7 @@ import torch
 from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines import embedded as engine_module
 from areal_core.generation.engines.torch_decoder import TorchDecoder
-from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, SPECS, Reference, request, weights
+from tests.support.generation import QWEN2, QWEN2_GQA, SPECS, Reference, request, weights
 from tests.support.offline import OfflineEngine, gathered
 
 
@@ -209,40 +209,6 @@ def test_logits_that_are_not_finite_are_an_error(tensor, number, kind):
     broken[tensor] = torch.full_like(broken[tensor], number)
     with pytest.raises(DivergenceError, match="version 5"):
         KINDS[kind][0](QWEN2, broken, slots=2, version=5).generate([request()])
-
-
-def test_log_probabilities_are_those_of_the_distribution_at_the_temperature_in_one_batch_of_several(tmp_path):
-    reference = Reference(tmp_path, LLAMA_GQA, {0: 1})
-    temperatures = (0.01, 0.3, 1.0, 2.5, 100.0)
-    requests = [request(f"r{i}", n=2, seed=i, temperature=t) for i, t in enumerate(temperatures)]
-    for each, completions in zip(requests, engine(LLAMA_GQA, slots=10).generate(requests), strict=True):
-        for completion in completions:
-            reference.check(each, completion)
-    [[greedy]] = engine(LLAMA_GQA).generate([request(greedy=True, temperature=5.0)])
-    reference.check(request(), greedy)
-
-
-def test_long_sequences_agree_with_transformers(tmp_path):
-    """Attention over many blocks of the cache, heads wider than a vector and not of a whole number of them."""
-    for head_dim in (24, 64):
-        spec = dataclasses.replace(
-            LLAMA_GQA, hidden_size=48, heads=6, head_dim=head_dim, intermediate_size=50, context=700
-        )
-        reference = Reference(tmp_path / str(head_dim), spec, {0: 1, 1: 2})
-        served = engine(spec, slots=3)
-        requests = [
-            request("long", [2 + i % 20 for i in range(400)], n=2, max_tokens=250, stop_token_ids=()),
-            request("longer", [3 + i % 19 for i in range(599)], max_tokens=101, stop_token_ids=()),
-        ]
-        for each in requests:
-            served.add(each)
-        done = [generation for _ in range(40) for generation in served.step()]
-        served.swap(served.prepare(weights(spec, 2)), 1)
-        generations = finish(served, done)
-        for each in requests:
-            for completion in generations[each.request_id]:
-                assert len(completion.token_ids) == each.max_tokens
-                reference.check(each, completion)
 
 
 def test_the_prompt_of_a_group_is_prefilled_once_and_again_after_an_update():

@@ -149,27 +149,6 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     assert MODEL.prefill_s([PROMPT + sampled * SCALE]) <= recompute_s
 
 
-def test_aborted_completions_keep_their_tokens() -> None:
-    clock = Clock()
-    served = engine(clock, slots=6)
-    served.add(request("group-1-0", n=4, seed=1))
-    served.add(request("b", n=4, seed=2))
-    assert advance(served, clock, 0.004) == []
-    before = served.stats.rollout_tokens
-    aborted = gathered(served.abort(["group-1-0", "unknown"]))
-    assert aborted.keys() == {"group-1-0"}
-    assert {completion.finish_reason for completion in aborted["group-1-0"]} == {"abort"}
-    left = lengths(aborted["group-1-0"])
-    assert max(left) < LIMIT
-    found = lengths(run(served)["b"])
-    assert found == [wire_length(request(seed=2), index) for index in range(4)]
-    assert served.stats.generated_tokens == sum(left) + sum(found)
-    assert served.stats.rollout_tokens == before == sum(left) > 0  # counted apart, and whether or not they have ended
-    served.add(request("c"))
-    assert lengths(gathered(served.abort())["c"]) == [0] * 4
-    assert (served.running, served.waiting) == (0, 0)
-
-
 def test_weights_are_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"model.norm.weight": np.zeros(3, np.float32)}, file)

@@ -10,7 +10,6 @@ from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.adapters import adapter_shapes
 from areal_core.models.tensorfile import to_bfloat16
-from areal_core.training.engines.policy_engine import learning_rate
 from areal_core.training.engines.torch_engine import TorchEngine
 from tests.support.lora import LORA, form
 from tests.support.training import (
@@ -34,11 +33,6 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
     assert one.keys() == other.keys()
     for name, values in one.items():
         np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance * np.abs(values).max(), err_msg=name)
-
-
-def test_learning_rate_warms_up_linearly_then_stays():
-    assert [learning_rate(2.0, 4, update) for update in range(6)] == [0.5, 1, 1.5, 2, 2, 2]
-    assert learning_rate(1.0, 0, 0) == 1
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
