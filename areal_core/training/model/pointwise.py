@@ -5,6 +5,7 @@ heads, D width of a head, I width of the inner layer.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@functools.cache
 def compiled_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """The module of compiled operations for tensors of this device and dtype; None where there is none, and torch's
     operations do the same."""
