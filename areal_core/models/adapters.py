@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models import hub
-from areal_core.models.spec import ModelSpec, open_weights, stored_tensors, weight_shapes
+from areal_core.models.spec import ModelSpec, check_shapes, open_weights, stored_tensors, weight_shapes
 from areal_core.models.tensorfile import Written, as_float32, write_tensors
 from areal_core.types import Float32Array, Lora
 
@@ -31,28 +31,19 @@ _HEADER = "lora"  # the entry of a file's header
 _LAYER = re.compile(r"(?P<layer>.*\.\d+\..*?(?P<last>[^.]+))\.weight")  # within one of the decoder's numbered layers
 
 
-def adapted_layers(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Name and (out, in) of the linear layers that have an adapter. Raises ConfigError for a target that the model
-    lacks."""
-    linear: dict[str, tuple[int, int]] = {}
-    kinds: dict[str, None] = {}
+def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of an adapter. Raises ConfigError for a target that the model lacks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    kinds: dict[str, None] = {}  # of linear layers
     for name, shape in weight_shapes(spec).items():
         if len(shape) == 2 and (match := _LAYER.fullmatch(name)):
             kinds[match["last"]] = None
             if match["last"] in lora.targets:
-                linear[match["layer"]] = shape[0], shape[1]
+                shapes[f"{match['layer']}.lora_A.weight"] = lora.rank, shape[1]
+                shapes[f"{match['layer']}.lora_B.weight"] = shape[0], lora.rank
     for target in lora.targets:
         if target not in kinds:
             raise ConfigError(f"training.lora.targets: must name linear layers of {', '.join(kinds)}, got {target!r}")
-    return linear
-
-
-def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of an adapter. Raises ConfigError as `adapted_layers` does."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer, (rows, columns) in adapted_layers(spec, lora).items():
-        shapes[f"{layer}.lora_A.weight"] = lora.rank, columns
-        shapes[f"{layer}.lora_B.weight"] = rows, lora.rank
     return shapes
 
 
@@ -130,11 +121,7 @@ def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Ar
     """The adapter that a file holds. Raises ModelError naming the tensor that is not the model's."""
     adapter = {name: as_float32(stored) for name, stored in own_names(stored_tensors(file)).items()}
     try:
-        shapes = adapter_shapes(spec, lora)
-    except ConfigError as error:
+        check_shapes(adapter_shapes(spec, lora), adapter, exactly=True)
+    except (ConfigError, ModelError) as error:
         raise ModelError(f"{file}: an adapter of another model: {error}") from None
-    for name in sorted(shapes.keys() | adapter.keys()):
-        found, wanted = list(adapter[name].shape) if name in adapter else None, shapes.get(name)
-        if found is None or wanted is None or found != list(wanted):
-            raise ModelError(f"{file}: {name}: expected shape {wanted and list(wanted)}, got {found}")
     return adapter

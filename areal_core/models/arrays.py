@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_core.errors import ModelError
-from areal_core.models.spec import ModelSpec, check_weights, stored_tensors, weight_files, weight_shapes
+from areal_core.models.spec import ModelSpec, check_weights, stored_tensors, weight_shapes
 from areal_core.models.tensorfile import as_float32
 from areal_core.types import Float32Array
 
@@ -20,8 +20,7 @@ def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
     Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
     the model does not use (a tied lm_head.weight, say) are left out.
     """
-    files = weight_files(Path(source))
-    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    stored = stored_tensors(Path(source))
     found = {name: as_float32(stored[name]) for name in weight_shapes(spec) if name in stored}
     try:
         check_weights(spec, found)

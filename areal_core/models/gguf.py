@@ -149,7 +149,7 @@ def _weights(reader: GGUFReader, spec: ModelSpec, kind: str) -> dict[str, Float3
         if kind == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
             array = _halves(array, spec.heads if found[1] == "q" else spec.kv_heads)
         weights[name] = np.ascontiguousarray(array)
-    check_shapes(spec, {name: array.shape for name, array in weights.items()})
+    check_shapes(weight_shapes(spec), weights)
     return weights
 
 

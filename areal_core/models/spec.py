@@ -178,7 +178,7 @@ def _own(config: _Config) -> ModelSpec:
 def _by_transformers(config: _Config, why: str) -> ModelSpec:
     if config.get("quantization_config"):
         raise ModelError(f"{config.folder}: quantization_config must be absent: quantised weights can't be trained")
-    shapes = _stored_shapes(config.folder)
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(config.folder).items()}
     size, values = config.size(), dict(config.values)
     if _HEAD in shapes:  # for transformers, which may tie by default
         values["tie_word_embeddings"] = config.tied(default=True)
@@ -267,20 +267,21 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError naming the first tensor of the spec that is missing or of another shape."""
-    for name, shape in weight_shapes(spec).items():
-        if name not in shapes:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any], *, exactly: bool = False) -> None:
+    """Raise ModelError naming the first tensor that is missing or of another shape; with `exactly` also one that is
+    surplus."""
+    for name, shape in shapes.items():
+        if name not in tensors:
             raise ModelError(f"{name}: tensor is missing, expected shape {list(shape)}")
-        if shapes[name] != shape:
-            raise ModelError(f"{name}: expected shape {list(shape)}, got {list(shapes[name])}")
+        if tuple(tensors[name].shape) != shape:
+            raise ModelError(f"{name}: expected shape {list(shape)}, got {list(tensors[name].shape)}")
+    for name in sorted(tensors.keys() - shapes.keys()) if exactly else ():
+        raise ModelError(f"{name}: no such tensor in this model")
 
 
 def check_weights(spec: ModelSpec, weights: Mapping[str, Any]) -> None:
     """Raise ModelError naming the first tensor that is missing, surplus or of another shape than the spec's."""
-    check_shapes(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    for name in weights.keys() - weight_shapes(spec).keys():
-        raise ModelError(f"{name}: no such tensor in this model")
+    check_shapes(weight_shapes(spec), weights, exactly=True)
 
 
 def check_folder(folder: str | Path) -> ModelSpec:
@@ -289,33 +290,22 @@ def check_folder(folder: str | Path) -> ModelSpec:
     Raises what `read_spec` raises, and ModelError naming the file or the tensor.
     """
     spec = read_spec(folder)
-    shapes = _stored_shapes(Path(folder))
+    stored = stored_tensors(Path(folder))
     try:
-        check_shapes(spec, shapes)
+        check_shapes(weight_shapes(spec), stored)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
     return spec
 
 
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {name: shape for file in weight_files(folder) for name, shape in header_shapes(file).items()}
-
-
-def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors file. Raises ModelError when it is missing or damaged."""
-    with open_weights(file) as tensors:
-        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
-
-
 def _has_own_head(folder: Path) -> bool:
     """Whether a head is stored that is no copy of another tensor, the embedding."""
-    files = filter(Path.exists, weight_files(folder))
-    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    stored = stored_tensors(folder, present=True)
     head = stored.pop(_HEAD, None)
     return head is not None and not any(equal_bytes(head, other) for other in stored.values())
 
 
-def weight_files(source: Path) -> list[Path]:
+def _weight_files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     index = source / "model.safetensors.index.json"
@@ -337,10 +327,15 @@ def open_weights(file: Path) -> Any:
         raise ModelError(f"{file}: not a readable safetensors file ({error})") from None
 
 
-def stored_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """`mapped_tensors` of a safetensors file. Raises ModelError when it is missing or damaged."""
-    with open_weights(file):
-        return mapped_tensors(file)
+def stored_tensors(source: Path, *, present: bool = False) -> dict[str, NDArray[Any]]:
+    """The `mapped_tensors` of a model folder (one safetensors file, or several with an index) or of one file.
+    Raises ModelError when a file is damaged or, unless `present` says that only those that exist count, missing."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for file in _weight_files(source):
+        if file.exists() or not present:
+            with open_weights(file):
+                tensors |= mapped_tensors(file)
+    return tensors
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Model FLOPs of training, and peak FLOPs of a GPU: both sides of model FLOPs utilisation (MFU).
+"""Model FLOPs of training, one side of model FLOPs utilisation (MFU); `training.hardware` has the other.
 
 Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B): what the shapes of a model and of
 a batch demand, two for each weight that an input is multiplied with and four for each element of a query head and each
@@ -9,11 +9,11 @@ save memory, does not count. Unlike there, attention is causal and logits are co
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from areal_core.models.spec import ModelSpec, weight_shapes
-from areal_core.planning.time_model import ACCELERATORS, Accelerator, ModelCost
+from areal_core.planning.time_model import ModelCost
 from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
@@ -23,24 +23,19 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
     passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
     `frozen`: the weights have no gradient, which is half of the backward pass of their products; an adapter's own FLOPs
     don't count."""
-    has_gradient = batch.has_gradient
+    has_gradient, rates, shared = batch.has_gradient, Rates.of(spec), batch.groups is not None
 
     def forward(members: Iterable[int], *, attention: bool = True) -> int:
         groups: dict[int, list[int]] = {}
         for index in members:
             if has_gradient[index]:
                 groups.setdefault(index if batch.groups is None else int(batch.groups[index]), []).append(index)
-        return sum(
-            forward_flops(
-                spec,
-                prompt,
-                (batch.lengths[group] - prompt).tolist(),
-                shared=batch.groups is not None,
-                attention=attention,
-            )
-            for group in groups.values()
-            for prompt in [int(batch.prompt_lengths[group[0]])]
-        )
+        total = 0
+        for group in groups.values():
+            prompt = int(batch.prompt_lengths[group[0]])
+            completions = (batch.lengths[group] - prompt).tolist()
+            total += forward_flops(rates, prompt, completions, shared=shared, attention=attention)
+        return total
 
     everything = sum(map(forward, batch.minibatches))
     recomputed = sum(map(forward, batch.minibatches[1:])) if proximal else 0
@@ -48,8 +43,23 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
     return 3 * everything - without + recomputed + (everything if reference else 0)
 
 
+class Rates(NamedTuple):
+    """FLOPs of a model's forward pass."""
+
+    layers: float  # of an input
+    attention: float  # of an input that another attends to
+    head: float  # of a token's logits
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Rates:
+        cost, head = ModelCost(spec), 2.0 * spec.vocab_size * spec.hidden_size
+        return cls(
+            cost.flops_per_token - head if spec.transformers is None else _matrices(spec), cost.attention_flops, head
+        )
+
+
 def forward_flops(
-    spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
+    rates: Rates, prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
 ) -> int:
     """Model FLOPs of a forward pass over completions of so many tokens of one prompt of `prompt` tokens; `shared`: the
     prompt is computed once for all of them. Without `attention`: of products with weights alone.
@@ -57,49 +67,21 @@ def forward_flops(
     Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
     an input attends to itself and to those before it.
     """
-    return _forward_flops(_rates(spec), prompt, completions, shared=shared, attention=attention)
-
-
-def _rates(spec: ModelSpec) -> tuple[float, float, float]:
-    """FLOPs of an input in the layers, of an input that another attends to, and of a token's logits."""
-    cost, head = ModelCost(spec), 2.0 * spec.vocab_size * spec.hidden_size
-    linear = cost.flops_per_token - head if spec.transformers is None else _matrices(spec)
-    return linear, cost.attention_flops, head
-
-
-def _forward_flops(
-    rates: tuple[float, float, float], prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
-) -> int:
-    linear, attending, head = rates
     own = [length - 1 for length in completions]
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
-    layers = inputs * linear + (attended * attending if attention else 0.0)
-    return round(layers + sum(completions) * head)
+    layers = inputs * rates.layers + (attended * rates.attention if attention else 0.0)
+    return round(layers + sum(completions) * rates.head)
 
 
 def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> GroupCost:
     """FLOPs of forward and backward passes over a group, by which its completions are partitioned over ranks: long ones
     cost more than their tokens say. Arguments as of `forward_flops`."""
-    rates = _rates(spec)
-    once = _forward_flops(rates, prompt, [], shared=True) if shared else 0
-    own = [_forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
+    rates = Rates.of(spec)
+    once = forward_flops(rates, prompt, [], shared=True) if shared else 0
+    own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
     return GroupCost(3 * once, [3 * flops for flops in own])
-
-
-def peak_flops_per_s(name: str, dtype: str) -> float | None:
-    """Peak of a GPU for products of `dtype` (float32: without TF32; bfloat16: dense), None without a data sheet."""
-    found = data_sheet(name)
-    return found and 1e12 * {"bfloat16": found.tflops, "float32": found.float32_tflops}[dtype]
-
-
-def data_sheet(name: str) -> Accelerator | None:
-    """The data sheet of a GPU, by the name that its driver gives it ("NVIDIA H100 80GB HBM3"). None for one that is not
-    listed. Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks and count as not listed."""
-    words = re.split(r"[\s-]+", name.lower())
-    found = [ACCELERATORS[word] for word in words if word in ACCELERATORS]
-    return found[0] if found and not {"pcie", "nvl", "mig"} & set(words) else None
 
 
 def _matrices(spec: ModelSpec) -> float:

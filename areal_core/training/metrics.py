@@ -32,17 +32,6 @@ class StepTimes:
     end: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was measured in a step, over all ranks."""
-
-    staleness: Counter[int]  # sampled tokens by the version trained on - the one that sampled them
-    trained_tokens: float  # of the sequences that were trained on, prompts included
-    flops: float  # model FLOPs
-    train_inference_kl: float | None  # k3 of trainer against generator, nats a token; None: not measured
-    summing_s: float  # seconds of the sums over ranks: nearly all of it is waiting for ranks that still compute
-
-
 class StepMeter:
     """Measures the steps of one rank, and makes rank 0's metrics of them."""
 
@@ -57,11 +46,16 @@ class StepMeter:
         self._reports = ranks.rank == 0
         self._store = store
         self._device = torch.device(config.launch.accelerator)
+        # Of the step that was measured last, over all ranks.
+        self.staleness: Counter[int] = Counter()  # sampled tokens by the version trained on - the one that sampled them
+        self._trained_tokens = self._flops = 0.0  # tokens of trained sequences, prompts included; model FLOPs
+        self._summing_s = 0.0  # nearly all of it waiting for ranks that still compute
+        self._kl: float | None = None  # k3 of trainer against generator, nats a token; None: not measured
         self._peak_flops_per_s = None  # of this rank's device, where it is known
         if self._reports and not config.emulated:
             self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, config.training.dtype))
 
-    def measure(self, batch: TrainingBatch, stats: StepStats) -> Measured:
+    def measure(self, batch: TrainingBatch, stats: StepStats) -> None:
         """Collective. Measure a step, once its batch has been trained on."""
         config = self._config
         lags = batch.step - 1 - batch.versions[batch.versions >= 0]
@@ -75,23 +69,21 @@ class StepMeter:
         )
         tokens = batch.lengths[batch.has_gradient].sum()
         start = time.perf_counter()
-        *total, all_tokens, all_flops = self._ranks.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()
-        summing_s = time.perf_counter() - start
-        return Measured(
-            summing_s=summing_s,
-            staleness=Counter({lag: int(count) for lag, count in enumerate(total) if count}),
-            trained_tokens=all_tokens,
-            flops=all_flops,
-            train_inference_kl=self._train_inference_kl(batch, stats) if self._reports else None,
-        )
+        *total, self._trained_tokens, self._flops = self._ranks.all_reduce_sum(
+            np.append(counts, (tokens, flops))
+        ).tolist()
+        self._summing_s = time.perf_counter() - start
+        self.staleness = Counter({lag: int(count) for lag, count in enumerate(total) if count})
+        self._kl = self._train_inference_kl(batch, stats) if self._reports else None
 
-    def values(
-        self, manifest: BatchManifest, stats: StepStats, measured: Measured, times: StepTimes
-    ) -> dict[str, float]:
-        """The step's metrics."""
-        config = self._config
+    def values(self, manifest: BatchManifest, stats: StepStats, times: StepTimes) -> dict[str, float]:
+        """The metrics of the step that was measured."""
+        config, staleness = self._config, self.staleness
         waited_s, busy_s = times.start - times.waiting_since, times.end - times.start
-        compute_s = self._engine.compute_s() + measured.summing_s
+        compute_s = self._engine.compute_s() + self._summing_s
+        token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
+        queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
+        queue_mean = queued / sum(sum(group.lengths) for group in manifest.groups)
         values = {
             "time/batch_wait_s": waited_s,
             "time/proximal_s": times.recomputed - times.start,
@@ -99,15 +91,22 @@ class StepMeter:
             "time/compute_s": compute_s,
             "time/trainer_s": busy_s,
             "time/overhead_share": 1 - compute_s / busy_s,
-            "throughput/trained_tokens_per_s_per_device": measured.trained_tokens / busy_s / config.training_ranks,
+            "throughput/trained_tokens_per_s_per_device": self._trained_tokens / busy_s / config.training_ranks,
             "bubble/trainer_wait": waited_s / (waited_s + busy_s),
+            "staleness/token_mean": token_mean,
+            "staleness/queue_mean": queue_mean,
+            "staleness/in_flight_mean": token_mean - queue_mean,
+            "staleness/token_max": max(staleness, default=0),
+            **stats.curves,
         }
         if self._peak_flops_per_s is not None:
             peak = config.trainer_processes * self._peak_flops_per_s
-            values["throughput/mfu"] = measured.flops / (busy_s * peak)
+            values["throughput/mfu"] = self._flops / (busy_s * peak)
         if not config.emulated:
             values["memory/trainer_peak_gib"] = peak_memory_bytes(self._device) / 2**30
-        return values | step_metrics(manifest, stats, measured.staleness, measured.train_inference_kl)
+        if self._kl is not None:
+            values["policy/train_inference_kl"] = self._kl
+        return values
 
     def _train_inference_kl(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
@@ -124,25 +123,3 @@ class StepMeter:
             if tokens:
                 return total / tokens
         return None
-
-
-def step_metrics(
-    manifest: BatchManifest, stats: StepStats, staleness: Counter[int], train_inference_kl: float | None
-) -> dict[str, float]:
-    """The metrics of one step. staleness: sampled tokens of the batch by their staleness, versions.
-
-    train_inference_kl: of trainer against generation server, nats a token; None where it was not measured.
-    """
-    token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
-    sampled = sum(sum(group.lengths) for group in manifest.groups)
-    queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
-    values = {
-        **stats.curves,
-        "staleness/token_mean": token_mean,
-        "staleness/queue_mean": queued / sampled,
-        "staleness/in_flight_mean": token_mean - queued / sampled,
-        "staleness/token_max": max(staleness, default=0),
-    }
-    if train_inference_kl is not None:
-        values["policy/train_inference_kl"] = train_inference_kl
-    return values

@@ -132,7 +132,7 @@ class Trainer:
         self.timeline.span("wait", waiting_since, times.start, manifest.step)
         stats = self._learn(batch, times)
         self.step = manifest.step
-        measured = self.meter.measure(batch, stats)
+        self.meter.measure(batch, stats)
         tensors = self.engine.served()
         if self.config.sleeps and self._device.type == "cuda":
             torch.cuda.empty_cache()  # publishing wakes the servers on this device
@@ -143,7 +143,7 @@ class Trainer:
             self._checkpoint()
         if self.publisher is not None:
             times.end = time.monotonic()
-            self.publisher.report(self.step, self.meter.values(manifest, stats, measured, times), measured.staleness)
+            self.publisher.report(self.step, self.meter.values(manifest, stats, times), self.meter.staleness)
 
     def _learn(self, batch: TrainingBatch, times: StepTimes) -> StepStats:
         """Train on a batch. Raises DivergenceError, with the batch saved for inspection."""

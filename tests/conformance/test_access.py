@@ -59,8 +59,3 @@ async def test_a_web_socket_is_refused(server: Server) -> None:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await http.ws_connect("/v1/realtime")
     assert refused.value.status in (401, 403)
-
-
-async def test_a_request_with_the_token_is_served(http: aiohttp.ClientSession) -> None:
-    async with http.get("/health") as response:
-        assert response.status == 200

@@ -1,9 +1,5 @@
 """Updates that must fail: the client says so, and the weights that run stay as they are."""
 
-import os
-import shutil
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -66,20 +62,3 @@ async def test_a_bad_update_loses_the_server_and_changes_nothing(client, http, p
     [completion] = await client.complete(asked)
     assert set(completion.versions.tolist()) == {0}
     assert deviations(published.reference, asked, completion).max() < EXACT
-
-
-@pytest.mark.usefixtures("mended")
-async def test_a_file_that_was_good_is_looked_at_again_once_it_has_changed(client, http, published, tmp_path):
-    """Of the same size, at the same path: without the client, which looks at it as well."""
-    file = tmp_path / "model.safetensors"
-    shutil.copy(f"{published.versions[1].path}/model.safetensors", file)
-    version = replace(published.versions[1], path=str(tmp_path))
-    await client.load_version(version, "resubmit")
-    with file.open("r+b") as opened:
-        opened.seek(-1, os.SEEK_END)
-        opened.write(b"\0")
-    assert (await post(http, "/start_weight_update"))[0] == 200
-    staged, _ = await post(http, "/update_weights", {"update_info": {"path": version.path, "digest": version.digest}})
-    finished, _ = await post(http, "/finish_weight_update", {"weight_version": "2"})
-    assert 200 not in ((finished,) if staged == 200 else (staged, finished))
-    assert await get(http, "/weight_info") == (200, {"weight_version": "1"})

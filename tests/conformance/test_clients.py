@@ -4,25 +4,10 @@ import asyncio
 import contextlib
 import socket
 
-import pytest
-
 from areal_core.api.wire import encode_request, parse_generation
-from areal_core.errors import ServerLostError
-from areal_core.generation.client import GenerationClient
 from tests.conformance.conftest import TOKEN
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, until
-
-
-async def test_many_requests_share_the_slots(client, published):
-    asked = [
-        request(f"r{i}", range(2, 4 + i % 19), n=2, max_tokens=10 + i % 13, seed=i, stop_token_ids=())
-        for i in range(40)
-    ]
-    for item, completions in zip(asked, await asyncio.gather(*map(client.complete, asked)), strict=True):
-        assert [len(completion.token_ids) for completion in completions] == [item.max_tokens] * 2
-        for completion in completions:
-            assert deviations(published.reference, item, completion).max() < EXACT
 
 
 async def test_completions_come_as_they_end(client, server):
@@ -110,19 +95,6 @@ async def test_the_load_counts_tokens_to_the_last(client):
     after = await until(client, lambda load: load.running == 0)
     sampled = sum(len(completion.token_ids) for completion in completions)
     assert after.generated_tokens - idle.generated_tokens == sampled
-
-
-async def test_a_client_that_is_closed_or_has_no_server_says_so(server):
-    client = GenerationClient(server.url, token=server.token)
-    await client.close()
-    with pytest.raises(ServerLostError, match="closed"):
-        await client.health()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    client = GenerationClient(url)
-    with pytest.raises(ServerLostError, match=url):
-        await client.identify()
-    await client.close()
 
 
 def _http(content):

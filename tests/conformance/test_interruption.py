@@ -9,7 +9,7 @@ import pytest
 from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions, parse_generation, version_spans
 from tests.support.generation import request
-from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
+from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, get, post, until
 
 LENGTH = 600  # tokens: of a completion that is far from its end when slow steps are over
 STOP = 3  # a token that the model seldom samples
@@ -117,42 +117,6 @@ async def test_an_update_that_waits_mixes_no_versions(client, server, pool_of, p
     await pool.generate(late)
     for item, completion in await joined([*pending, late], []):
         assert set(completion.versions.tolist()) == ({1} if item is late.request else {0})
-        assert deviations(published.reference, item, completion).max() < EXACT
-
-
-@pytest.mark.parametrize("interruption", EXACTLY)
-@pytest.mark.nightly
-async def test_a_completion_that_has_stopped_does_not_go_on(client, server, pool_of, published, interruption):
-    pool = await pool_of(interruption)
-    # Completions are short: an update finds others running than the one before.
-    asked = [
-        request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,))
-        for i in range(60 if client.in_place else 12)
-    ]
-    updates = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
-    _, pending, calls = await interrupted(client, server, pool, asked, *updates)
-    completions = await joined(pending, calls)
-    assert len(completions) == len(asked) * SLOTS
-    for item, completion in completions:
-        stopped = int(completion.token_ids[-1]) == STOP
-        assert STOP not in completion.token_ids[:-1]
-        assert stopped or len(completion.token_ids) == 150
-        assert completion.finish_reason == ("stop" if stopped else "length")
-        if crosses(completion):
-            assert deviations(published.reference, item, completion).max() < EXACT
-    assert {completion.finish_reason for _, completion in completions if crosses(completion)} >= {"stop"}
-
-
-@pytest.mark.parametrize("interruption", EXACTLY)
-@pytest.mark.nightly
-async def test_the_context_ends_a_completion_that_was_interrupted(client, server, pool_of, published, interruption):
-    pool = await pool_of(interruption)
-    asked = [request("r", [2 + i % 20 for i in range(CONTEXT - LENGTH)], n=4, max_tokens=LONG, stop_token_ids=())]
-    update = functools.partial(pool.load_version, published.versions[1])
-    _, pending, calls = await interrupted(client, server, pool, asked, update)
-    for item, completion in await joined(pending, calls):
-        assert (len(completion.token_ids), completion.finish_reason) == (LENGTH, "length")
-        assert crosses(completion)
         assert deviations(published.reference, item, completion).max() < EXACT
 
 

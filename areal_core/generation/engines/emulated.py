@@ -3,30 +3,27 @@
 No model runs. A completion's length follows from its request's seed, its tokens are filler with the stop token at their
 end, its log-probabilities a constant; what is true to life is when they come. Several decode steps pass in one `step`,
 as many as fit into a few milliseconds, and never beyond the end of a completion, so that between two events every
-running completion advances alike: a counter of decode steps says how far each of them is.
+running completion advances alike.
 
-Time is counted in real tokens, requests and completions in tokens of the wire, each of which stands for
-`tokens_per_token` real ones. A token of the wire carries the version under which its last real token was sampled.
+Time and the KV cache (`Slots.cached`) are counted in real tokens, requests and completions in tokens of the wire, each
+of which stands for `tokens_per_token` real ones. A token of the wire carries the version under which its last real
+token was sampled.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import EmulationConfig
-from areal_core.errors import GenerationError
-from areal_core.generation.engines.engine import EngineStats, Generation, check_request
-from areal_core.generation.engines.sampling import stream_seed, uniforms
-from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
+from areal_core.generation.engines.engine import Generation
+from areal_core.generation.engines.sampling import uniforms
+from areal_core.generation.engines.scheduler import Group, SlotEngine
+from areal_core.models.spec import ModelSpec, check_shapes, stored_tensors, weight_shapes
 from areal_core.planning.time_model import Pace, TimeModel, completion_length
-from areal_core.types import Completion, GenerationRequest
+from areal_core.types import Int32Array
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
 _LOGPROB = -0.1  # nats, of every token
@@ -34,39 +31,8 @@ _SWAP_S = 5.0  # real seconds that a swap stands still at most: callers don't wa
 _ADMIT_BELOW = 0.9  # of the KV cache: the rest is for completions to grow into
 
 
-@dataclass(slots=True)
-class _Group:
-    """A request under way."""
-
-    request: GenerationRequest
-    missing: int
-    prefilled: bool = False  # its prompt's keys and values are in the cache, for all of its completions
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.token_ids)
-
-    @property
-    def is_rollout(self) -> bool:
-        return self.request.request_id.startswith(ROLLOUT)
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A prompt and one completion of it that is not finished. Lengths in real tokens."""
-
-    group: _Group
-    index: int  # place in the group
-    prompt: int
-    target: int  # length at which it ends
-    stops: bool  # by itself, rather than at the limit
-    sampled: int = 0  # when it last took a slot
-    since: int | None = None  # decode steps of the engine by then; None: it has no slot
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (wire tokens by then, version that ended there)
-
-
-class EmulatedEngine:
-    """A `ServedEngine` in the time of an accelerator. Not thread-safe, as the real one."""
+class EmulatedEngine(SlotEngine):
+    """A `ServedEngine` in the time of an accelerator."""
 
     def __init__(
         self,
@@ -82,61 +48,105 @@ class EmulatedEngine:
         """`slots` and `context` (tokens of the wire) bound running completions; so does the KV cache. `switches`: the
         same accelerators train, so that new weights come with the change back to generation, which the trainer pays
         for. Raises ConfigError for a model that does not fit."""
-        self.spec = spec
-        self.version = version
-        self.admitting = True
-        self._slots = slots
-        self._context = context or spec.context
+        super().__init__(spec, slots=slots, context=context, version=version)
         self._scale = emulation.tokens_per_token
         self._time = TimeModel(emulation)
         self._emulation = emulation
         self._handover_s = 0.0 if switches else emulation.handover_s
         self._pace = pace or Pace(emulation.speed)
-        self._groups: dict[str, _Group] = {}  # by request id
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []  # in the order in which they took their slots
-        self._ends: list[tuple[int, int, _Sequence]] = []  # heap: decode step of the end, a tie-breaker, sequence
-        self._started = 0
-        self._steps = 0  # decode steps so far
-        self._cached = 0  # tokens in the KV cache
+        self._left = np.zeros(slots, dtype=np.int64)  # in each slot: real tokens up to the end of its completion
+        self._stops = np.zeros(slots, dtype=np.bool_)  # it ends by itself, rather than at the limit
+        self._preempted: list[int] = []  # slots whose completions were taken out of a full cache, the newest first
         self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
         self._stale = False  # the KV cache was cleared
-        self._interrupted = False  # by something that took its own time
-        self._closed_tokens: Counter[bool] = Counter()  # of the wire, in ended completions: the rollout's, or not
-        self._stats = EngineStats()
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
+        self._interrupted = True  # by something that took its own time
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return super().waiting + len(self._preempted)
 
-    @property
-    def stats(self) -> EngineStats:
-        sampled = self._closed_tokens.copy()
-        for sequence in (*self._running, *self._waiting):
-            sampled[sequence.group.is_rollout] += self._wire_tokens(sequence)
-        self._stats.generated_tokens, self._stats.rollout_tokens = sampled.total(), sampled[True]
-        return self._stats
+    def read(self, file: Path) -> None:
+        """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
+        check_shapes(weight_shapes(self.spec), stored_tensors(file))
 
-    def check(self, request: GenerationRequest) -> None:
-        check_request(request, self.spec, self._context)
+    def prepare(self, weights: None) -> None:
+        """Takes the time that the weights need to arrive, while decoding goes on."""
+        Pace(self._pace.speed).spend(self._time.transfer_s())
 
-    def add(self, request: GenerationRequest) -> None:
-        self.check(request)
-        if request.request_id in self._groups:
-            raise GenerationError(f"request_id: {request.request_id} is already being served")
-        group = _Group(request, missing=request.n)
-        self._groups[request.request_id] = group
-        self._waiting.extend(self._sequence(group, index) for index in range(request.n))
+    def swap(self, prepared: None, version: int, /, *, recompute: bool = True) -> None:
+        super().swap(prepared, version, recompute=recompute)
+        for slot in (*self._running.tolist(), *self._preempted):
+            self._table.versions[slot, self._table.length[slot] :] = version
+        self.stats.swap_ms = 1e3 * self._handover_s / self._pace.speed
+        self._stand_still(self._handover_s + self._recompute_s())
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self._stale = self._interrupted = True
 
     def step(self) -> list[Generation]:
         """Let a few milliseconds pass, or one decode step; what this finished."""
-        idle = not self._running
-        self._schedule()
-        if idle or self._interrupted:
+        self._owed_s += self._recompute_s()
+        if not self.running:
+            self._interrupted = True
+        return super().step()
+
+    def _use(self, prepared: None) -> None:
+        self._interrupted = True
+
+    def _schedule(self) -> None:
+        """Charge for prefill, and give slots to waiting completions, first to those that were preempted."""
+        while self._preempted:
+            slot = self._preempted[0]
+            tokens = int(self._table.cached[slot])
+            if self.running and tokens > self._room():
+                return
+            self._owed_s += self._time.prefill_s([tokens])
+            self._completion_in(slot)[0].reader = slot
+            self._running = np.append(self._running, np.int32(self._preempted.pop(0)))
+        super()._schedule()
+
+    def _admissible(self, group: Group, count: int) -> int:
+        fitting = int(self._room() // (len(group.request.token_ids) * self._scale))
+        return min(count, max(fitting, 0 if self.running else 1))
+
+    def _room(self) -> float:
+        """Tokens that completions may begin with."""
+        return _ADMIT_BELOW * self._time.kv_tokens - self._cached
+
+    @property
+    def _cached(self) -> int:
+        """Tokens in the KV cache."""
+        return int(self._table.cached[self._running].sum())
+
+    def _begin(self, group: Group, slots: Int32Array) -> None:
+        table, request = self._table, group.request
+        table.fill(slots, request, group.started)
+        prompt = len(request.token_ids)
+        if group.reader is None:  # the prompt is prefilled for all of its completions
+            group.reader = int(slots[0])
+            self._owed_s += self._time.prefill_s([prompt * self._scale])
+        table.cached[slots] = prompt * self._scale
+        table.versions[slots] = self.version
+        table.logprobs[slots] = _LOGPROB
+        table.tokens[slots, prompt:] = self._filler(group)
+        limit = int(table.limit[slots[0]] - prompt) * self._scale
+        shares = uniforms(table.seed[slots], np.zeros(len(slots), np.int64)).tolist()
+        for slot, share in zip(slots.tolist(), shares, strict=True):
+            wanted = completion_length(self._emulation, share)
+            self._stops[slot] = stops = bool(request.stop_token_ids) and wanted < limit
+            self._left[slot] = length = wanted if stops else limit
+            if stops:
+                table.tokens[slot, prompt + (length - 1) // self._scale] = request.stop_token_ids[0]
+
+    def _filler(self, group: Group) -> int:
+        """A token that every tokenizer can decode: one of the prompt, unless it is a stop token."""
+        tokens, stops = group.request.token_ids, set(group.request.stop_token_ids)
+        return next(token for token in (*reversed(tokens), *range(self.spec.vocab_size)) if token not in stops)
+
+    def _decode(self) -> list[Generation]:
+        """Pay what is owed, or let as many decode steps pass as fit into a slice, up to the end of a completion."""
+        if self._interrupted:
             self._interrupted = False
             self._pace.restart()
         budget_s = _SLICE_S * self._pace.speed
@@ -145,53 +155,39 @@ class EmulatedEngine:
             self._owed_s -= paid_s
             self._pace.spend(paid_s)
             return []
-        if not self._running:
+        if not self.running:
             return []
-        self._decode(budget_s)
-        return self._finish()
+        room, time = self._time.kv_tokens, self._time
+        while self._cached + self.running > room and self.running > 1:
+            self._preempted.insert(0, int(self._running[-1]))  # it is recomputed when it goes on
+            self._running = self._running[:-1]
+        running, cached = self._running, self._cached
+        steps = max(1, int(budget_s / time.decode_s(len(running), cached)))
+        steps = min(steps, int(self._left[running].min()))
+        if len(running) > 1:
+            steps = min(steps, (room - cached) // len(running))
+        self._pace.spend(time.decode_s(len(running), cached, steps))
+        return self._advance(steps)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
-        ids = self._groups.keys() if request_ids is None else self._groups.keys() & set(request_ids)
-        doomed = {request_id: self._groups[request_id] for request_id in ids}
-        waiting = [each for each in self._waiting if each.group.request.request_id in doomed]
-        running = [each for each in self._running if each.group.request.request_id in doomed]
-        self._waiting = deque(each for each in self._waiting if each.group.request.request_id not in doomed)
-        self._leave(running)
-        return [self._close(sequence, "abort") for sequence in (*running, *waiting)]
+    def _advance(self, steps: int) -> list[Generation]:
+        """Every running completion has so many more real tokens. At its end a partial token of the wire counts too."""
+        table, running = self._table, self._running
+        table.cached[running] += steps
+        self._left[running] -= steps
+        prompt = table.prompt[running]
+        sampled = table.cached[running] - prompt * self._scale
+        ended = self._left[running] == 0
+        length = prompt + np.where(ended, -(-sampled // self._scale), sampled // self._scale)
+        grown = length - table.length[running]
+        table.length[running] = length
+        self.stats.generated_tokens += int(grown.sum())
+        self.stats.rollout_tokens += int(grown[table.rollout[running]].sum())
+        slots = running[ended].tolist()
+        return self._release(slots, ["stop" if self._stops[slot] else "length" for slot in slots]) if slots else []
 
-    def read(self, file: Path) -> None:
-        """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
-        check_shapes(self.spec, header_shapes(file))
-
-    def prepare(self, weights: None) -> None:
-        """Takes the time that the weights need to arrive, while decoding goes on."""
-        Pace(self._pace.speed).spend(self._time.transfer_s())
-
-    def swap(self, prepared: None, version: int, *, recompute: bool = True) -> None:
-        for sequence in (*self._running, *self._waiting):
-            if tokens := self._wire_tokens(sequence):
-                sequence.versions.append((tokens, self.version))
-        self.version = version
-        self._stats.swap_ms = 1e3 * self._handover_s / self._pace.speed
-        if recompute:
-            self.clear_cache()
-        self._interrupted = True
-        self._stand_still(self._handover_s + self._recompute_s())
-
-    def clear_cache(self) -> None:
-        self._stale = self._interrupted = True
-        for group in self._groups.values():
-            group.prefilled = False
-
-    def _schedule(self) -> None:
-        """Charge for recomputation and prefill, and give free slots to waiting completions."""
-        self._owed_s += self._recompute_s()
-        while self.admitting and self._waiting and len(self._running) < self._slots:
-            sequence = self._waiting[0]
-            tokens = sequence.prompt + sequence.sampled
-            if self._running and self._cached + tokens > _ADMIT_BELOW * self._time.kv_tokens:
-                return
-            self._start(self._waiting.popleft())
+    def _release(self, slots: Sequence[int], reasons: Sequence[str]) -> list[Generation]:
+        self._preempted = [slot for slot in self._preempted if slot not in slots]
+        return super()._release(slots, reasons)
 
     def _stand_still(self, emulated_s: float) -> None:
         """Let time pass in which nothing is decoded; what is more than `_SWAP_S` is owed, and passes in steps."""
@@ -205,114 +201,10 @@ class EmulatedEngine:
         if not self._stale:
             return 0.0
         self._stale = False
-        lengths = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
-        for sequence in self._running:
-            sequence.group.prefilled = True
+        lengths = self._table.cached[self._running].tolist()
+        for slot in self._running.tolist():
+            self._completion_in(slot)[0].reader = slot
         recompute_s = self._time.prefill_s(lengths)
-        self._stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
-        self._stats.recomputed_tokens = sum(lengths) // self._scale
+        self.stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
+        self.stats.recomputed_tokens = sum(lengths) // self._scale
         return recompute_s
-
-    def _start(self, sequence: _Sequence) -> None:
-        group, tokens = sequence.group, sequence.prompt + sequence.sampled
-        if sequence.sampled or not group.prefilled:
-            self._owed_s += self._time.prefill_s([tokens])
-            group.prefilled = True
-        sequence.since = self._steps
-        self._cached += tokens
-        self._started += 1
-        self._running.append(sequence)
-        heapq.heappush(self._ends, (self._steps + sequence.target - sequence.sampled, self._started, sequence))
-
-    def _decode(self, budget_s: float) -> None:
-        """Let as many decode steps pass as fit into the budget, at least one, up to the end of the next completion."""
-        while self._cached + len(self._running) > self._time.kv_tokens and len(self._running) > 1:
-            self._preempt()
-        completions = len(self._running)
-        steps = max(1, int(budget_s / self._time.decode_s(completions, self._cached)))
-        steps = min(steps, self._ends[0][0] - self._steps)
-        if completions > 1:
-            steps = min(steps, (self._time.kv_tokens - self._cached) // completions)
-        duration_s = self._time.decode_s(completions, self._cached, steps)
-        self._steps += steps
-        self._cached += steps * completions
-        self._pace.spend(duration_s)
-
-    def _preempt(self) -> None:
-        """Preempt the newest completion, as the KV cache is full; it is recomputed when it has a slot again."""
-        sequence = self._running[-1]
-        self._leave([sequence])
-        self._waiting.appendleft(sequence)
-
-    def _finish(self) -> list[Generation]:
-        ended: list[_Sequence] = []
-        while self._ends and self._ends[0][0] == self._steps:
-            ended.append(heapq.heappop(self._ends)[2])
-        self._leave(ended)
-        return [self._close(sequence, "stop" if sequence.stops else "length") for sequence in ended]
-
-    def _leave(self, sequences: Iterable[_Sequence]) -> None:
-        """Take running completions out of their slots; they keep what they have sampled."""
-        leaving = set(sequences)
-        for sequence in leaving:
-            sampled = self._sampled(sequence)
-            sequence.sampled, sequence.since = sampled, None
-            self._cached -= sequence.prompt + sampled
-        self._running = [sequence for sequence in self._running if sequence not in leaving]
-        if any(end[2] in leaving for end in self._ends):
-            self._ends = [end for end in self._ends if end[2] not in leaving]
-            heapq.heapify(self._ends)
-
-    def _close(self, sequence: _Sequence, finish_reason: str) -> Generation:
-        """Record a completion's end."""
-        group, completion = sequence.group, self._completion(sequence, finish_reason)
-        group.missing -= 1
-        self._closed_tokens[group.is_rollout] += len(completion.token_ids)
-        if not group.missing:
-            del self._groups[group.request.request_id]
-        return Generation(request=group.request, completions={sequence.index: completion}, last=not group.missing)
-
-    def _completion(self, sequence: _Sequence, finish_reason: str) -> Completion:
-        request = sequence.group.request
-        count = self._wire_tokens(sequence)
-        tokens = np.full(count, self._filler(request), dtype=np.int32)
-        if finish_reason == "stop":
-            tokens[-1] = request.stop_token_ids[0]
-        versions = np.full(count, self.version, dtype=np.int32)
-        for end, version in reversed(sequence.versions):
-            versions[:end] = version
-        return Completion(
-            token_ids=tokens,
-            logprobs=np.full(count, _LOGPROB, dtype=np.float32),
-            versions=versions,
-            finish_reason=finish_reason,
-        )
-
-    def _filler(self, request: GenerationRequest) -> int:
-        """A token that every tokenizer can decode: one of the prompt, unless it is a stop token."""
-        stops = set(request.stop_token_ids)
-        usable = (token for token in (*reversed(request.token_ids), *range(self.spec.vocab_size)) if token not in stops)
-        return next(usable)
-
-    def _sequence(self, group: _Group, index: int) -> _Sequence:
-        request = group.request
-        seed = np.array([stream_seed(request.seed, index)], dtype=np.uint64)
-        wanted = completion_length(self._emulation, float(uniforms(seed, np.zeros(1, dtype=np.int64))[0]))
-        limit = min(request.max_tokens, self._context - group.prompt_tokens) * self._scale
-        stops = bool(request.stop_token_ids) and wanted < limit
-        return _Sequence(
-            group=group,
-            index=index,
-            prompt=group.prompt_tokens * self._scale,
-            target=wanted if stops else limit,
-            stops=stops,
-        )
-
-    def _sampled(self, sequence: _Sequence) -> int:
-        """Real tokens so far."""
-        return sequence.sampled + (0 if sequence.since is None else self._steps - sequence.since)
-
-    def _wire_tokens(self, sequence: _Sequence) -> int:
-        """Whole tokens of the wire so far; at the end of a completion a partial one counts as well."""
-        sampled = self._sampled(sequence)
-        return -(-sampled // self._scale) if sampled == sequence.target else sampled // self._scale

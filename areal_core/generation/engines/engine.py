@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_core.errors import GenerationError, ModelError, one_line
+from areal_core.errors import ModelError, one_line
 from areal_core.models.spec import ModelSpec
 from areal_core.models.verified import verified
 from areal_core.storage.weights import weights_file
@@ -98,22 +98,3 @@ def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(one_line(error)) from error
     return engine.prepare(weights)
-
-
-def check_request(request: GenerationRequest, spec: ModelSpec, context: int) -> None:
-    """Raise GenerationError, its message starting with the field's name, if a model of `spec` that decodes sequences
-    of `context` tokens can't serve the request."""
-    if not request.token_ids:
-        raise GenerationError("token_ids: must hold at least one token")
-    for token in (*request.token_ids, *request.stop_token_ids):
-        if not 0 <= token < spec.vocab_size:
-            name = "token_ids" if token in request.token_ids else "stop_token_ids"
-            raise GenerationError(f"{name}: must be token ids from 0 to {spec.vocab_size - 1}, one of them is {token}")
-    if len(request.token_ids) >= context:
-        raise GenerationError(
-            f"token_ids: a prompt may have {context - 1} tokens, as the context has {context}; "
-            f"this one has {len(request.token_ids)}"
-        )
-    for name, value in (("max_tokens", request.max_tokens), ("n", request.n)):
-        if value < 1:
-            raise GenerationError(f"{name}: must be at least 1, got {value}")

@@ -1,5 +1,4 @@
-"""The state of the sequences in the slots, the layout of a forward pass over them, and the interface of decoders, which
-run it.
+"""The layout of a forward pass over the sequences in the slots, and the interface of decoders, which run it.
 
 A sequence is a prompt and its completion so far. `cached` of its tokens have keys and values: a pass runs the ones that
 have none, so that a running completion (all but one), a new prompt (none) and a sequence whose cache was cleared (none)
@@ -15,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.api.wire import ROLLOUT
-from areal_core.generation.engines.sampling import stream_seed, uniforms
+from areal_core.generation.engines.sampling import uniforms
+from areal_core.generation.engines.scheduler import Slots
 from areal_core.models.vectors import compiled
-from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
+from areal_core.types import Float32Array, Int32Array
 
 STOPPED, CUT_OFF = 1, 2  # how `record` says that a completion is finished
 
@@ -49,48 +48,6 @@ class Decoder(Protocol):
         """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
         logits are not finite."""
         ...
-
-
-class Slots:
-    """One row of every array for each slot."""
-
-    def __init__(self, slots: int, context: int) -> None:
-        self.tokens = np.zeros((slots, context), dtype=np.int32)  # prompt and completion
-        self.logprobs = np.zeros((slots, context), dtype=np.float32)  # of the token in the same column
-        self.versions = np.zeros((slots, context), dtype=np.int32)
-        self.length = np.zeros(slots, dtype=np.int32)  # tokens so far, prompt included
-        self.prompt = np.zeros(slots, dtype=np.int32)
-        self.limit = np.zeros(slots, dtype=np.int32)  # length at which the completion is cut off
-        self.cached = np.zeros(slots, dtype=np.int32)  # tokens that have keys and values
-        self.reader = np.full(slots, -1, dtype=np.int32)  # slot whose prompt this one waits for; -1: none
-        self.seed = np.zeros(slots, dtype=np.uint64)
-        self.temperature = np.zeros(slots, dtype=np.float32)  # 0: greedy
-        self.rollout = np.zeros(slots, dtype=np.bool_)  # what is sampled is the rollout's
-        self.stops = np.full((slots, 1), -1, dtype=np.int32)  # end tokens, padded with -1
-
-    def fill(self, slots: Int32Array, request: GenerationRequest, first: int) -> None:
-        """Begin the completions `first` and up of a request, with nothing cached."""
-        prompt, stops = len(request.token_ids), request.stop_token_ids
-        self.tokens[slots, :prompt] = request.token_ids
-        self.length[slots] = self.prompt[slots] = prompt
-        self.limit[slots] = min(prompt + request.max_tokens, self.tokens.shape[1])
-        self.cached[slots], self.reader[slots] = 0, -1
-        self.rollout[slots] = request.request_id.startswith(ROLLOUT)
-        self.seed[slots] = [stream_seed(request.seed, index) for index in range(first, first + len(slots))]
-        self.temperature[slots] = 0.0 if request.greedy else request.temperature
-        missing = len(stops) - self.stops.shape[1]
-        if missing > 0:
-            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
-        self.stops[slots] = (*stops, *[-1] * (self.stops.shape[1] - len(stops)))
-
-    def completion(self, slot: int, finish_reason: str) -> Completion:
-        span = slice(self.prompt[slot], self.length[slot])
-        return Completion(
-            token_ids=self.tokens[slot, span].copy(),
-            logprobs=self.logprobs[slot, span].copy(),
-            versions=self.versions[slot, span].copy(),
-            finish_reason=finish_reason,
-        )
 
 
 class Batch:

@@ -165,7 +165,7 @@ class GenerationServer:
     def _deliver(self, finished: list[Generation]) -> None:
         for generation in finished:
             if (pending := self._pending.get(generation.request.request_id)) is not None:
-                pending.add(generation)
+                pending.put(generation.completions)
 
     # Pausing
 
@@ -263,26 +263,19 @@ class GenerationServer:
 
     def _fail_pending(self, error: Exception) -> None:
         for pending in self._pending.values():
-            pending.fail(error)
+            pending.put(error)
 
 
 class _Pending:
-    """A request under way: its completions that have ended and are not taken yet."""
+    """A request under way: what has ended of it and is not taken yet."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._left = request.n
-        self._ended: dict[int, Completion] = {}
-        self._changed = asyncio.Event()
-        self._error: Exception | None = None
+        self._left = request.n  # not taken
+        self._ended: asyncio.Queue[Mapping[int, Completion] | Exception] = asyncio.Queue()
 
-    def add(self, generation: Generation) -> None:
-        self._ended.update(generation.completions)
-        self._left -= len(generation.completions)
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
+    def put(self, ended: Mapping[int, Completion] | Exception) -> None:
+        """Completions that have ended, or the error that ends the request."""
+        self._ended.put_nowait(ended)
 
     async def all(self) -> dict[int, Completion]:
         """All completions. Raises what ended the request before."""
@@ -294,19 +287,21 @@ class _Pending:
     async def more(self) -> dict[int, Completion]:
         """Completions that have ended since the last call, one at least; those that end a moment after the first come
         with it. None once there are no more. Raises what ended the request before."""
-        while self._left and not self._ended and self._error is None:
-            await self._changed.wait()
-            self._changed.clear()
-        if self._left and self._error is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TOGETHER_S):
-                    while self._left and self._error is None:
-                        await self._changed.wait()
-                        self._changed.clear()
-        if self._left and self._error is not None:
-            raise self._error
-        ended, self._ended = self._ended, {}
+        ended: dict[int, Completion] = {}
+        if self._left:
+            await self._take(ended)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TOGETHER_S):
+                while self._left:
+                    await self._take(ended)
         return ended
+
+    async def _take(self, ended: dict[int, Completion]) -> None:
+        found = await self._ended.get()
+        if isinstance(found, Exception):
+            raise found
+        ended |= found
+        self._left -= len(found)
 
 
 async def _send_parts(

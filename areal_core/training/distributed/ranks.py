@@ -92,9 +92,8 @@ class RankGroup:
 
     def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum over ranks, elementwise."""
-        total = torch.from_numpy(values.copy())
-        self._reduce(total, dist.ReduceOp.SUM)
-        return total.numpy()
+        self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.SUM)
+        return values
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
@@ -153,9 +152,8 @@ class RankGroup:
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""
-        largest = torch.from_numpy(values.copy())
-        self._reduce(largest, dist.ReduceOp.MAX)
-        return largest.numpy()
+        self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.MAX)
+        return values
 
     def union(self, names: Collection[str]) -> list[str]:
         """Collective. The names that any rank has, sorted. A name holds no line break."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -32,19 +33,19 @@ BACKEND = "areal"  # its name among torchrun's
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
-class OpenRendezvous(RendezvousHandler):
-    """Another handler, which can no longer close the rendezvous, and whose agent is machine `node` of every round."""
+class OpenRendezvous:
+    """Another handler of torchrun's, which can no longer close the rendezvous, and whose agent is machine `node` of
+    every round."""
 
     def __init__(self, handler: RendezvousHandler, node: int) -> None:
         self._handler = handler
         self._node = node
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
     def get_backend(self) -> str:
         return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._handler.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Raises RendezvousStateError where another machine has this one's number."""
@@ -54,17 +55,8 @@ class OpenRendezvous(RendezvousHandler):
         assert found.bootstrap_store_info is not None
         return RendezvousInfo(found.store, self._node, found.world_size, found.bootstrap_store_info)
 
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
     def set_closed(self) -> None:
         """Does nothing: the others go on."""
-
-    def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
         """Does nothing: the heartbeats end with this process, which tells the others that it has left."""
@@ -105,7 +97,7 @@ def register(key: str, node: int) -> None:
     """Make BACKEND known to torchrun, in this process; `key` is the run's token, `node` the number of this machine
     among those that train."""
 
-    def opened(parameters: RendezvousParameters) -> RendezvousHandler:
+    def opened(parameters: RendezvousParameters) -> Any:
         backend, store = create_backend(parameters)
         return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters), node)
 

@@ -141,13 +141,15 @@ class DeepSpeedEngine(PolicyEngine):
 
     def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """Collective where it is partitioned. float32, of the model's shape."""
-        if kind == WEIGHT:
-            if self._stage < 3 and not self._mixed:
-                return parameter.detach()
-            return _present(safe_get_full_fp32_param(parameter))
-        if self._stage == 0:
+        if kind == WEIGHT and self._stage < 3 and not self._mixed:
+            return parameter.detach()
+        if kind != WEIGHT and self._stage == 0:
             return self._optimiser.state[parameter][kind]
-        return _present(safe_get_full_optimizer_state(parameter, kind))
+        whole = (
+            safe_get_full_fp32_param(parameter) if kind == WEIGHT else safe_get_full_optimizer_state(parameter, kind)
+        )
+        assert whole is not None, "DeepSpeed doesn't know the parameter"
+        return whole
 
     def _put(self, parameter: Any, kind: str, values: Tensor) -> None:
         """Overwrite this rank's part of a weight, in all its precisions, or of a moment."""
@@ -295,8 +297,3 @@ def _start(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "DeepSpeed doesn't know the parameter"
-    return tensor

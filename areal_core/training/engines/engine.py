@@ -123,9 +123,7 @@ class StepStats:
     @property
     def curves(self) -> dict[str, float]:
         """The points of the step's curves, by their names in docs/metrics.md."""
-        train_inference_kl = (
-            {} if self.train_inference_kl is None else {"policy/train_inference_kl": self.train_inference_kl}
-        )
+        measured = {"policy/train_inference_kl": self.train_inference_kl}
         return {
             **self.metrics,
             "loss/policy": self.loss,
@@ -133,7 +131,7 @@ class StepStats:
             "optimizer/update_norm": self.update_norm,
             "optimizer/learning_rate": self.learning_rate,
             "optimizer/skipped_updates": self.skipped,
-            **train_inference_kl,
+            **{name: value for name, value in measured.items() if value is not None},
         }
 
 

@@ -30,7 +30,7 @@ from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.model.forward import completion_logprobs
-from areal_core.training.model.pointwise import is_compiled, kernels
+from areal_core.training.model.pointwise import compiled_for
 from areal_core.types import Float32Array
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     return float(torch.cat(rows).double().square().sum()) if rows else 0.0
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)
+def _mean(values: NDArray[np.float64]) -> float:
+    return sum(values.tolist()) / max(len(values), 1)
 
 
 class PolicyEngine(ABC):
@@ -111,8 +111,8 @@ class PolicyEngine(ABC):
             self._hold(adapter, {name: weights[name].detach().to(self.dtype) for name in weight_shapes(spec)})
         if algorithm.kl_coef:
             self._reference = self._version_0(weights)
-        if spec.transformers is None and is_compiled(self.device, self.dtype):
-            kernels()  # compiled or loaded here, not in the first step
+        if spec.transformers is None:
+            compiled_for(self.device, self.dtype)  # loads the kernels here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
 
@@ -213,13 +213,15 @@ class PolicyEngine(ABC):
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
         """Collective. As `proximal_logprobs`, of all minibatches."""
-        return self._recomputed(batch, _all(batch.microbatches), self._current, "proximal")
+        return self._recomputed(batch, sum(batch.microbatches, ()), self._current, "proximal")
 
     def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
         """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
-        return self._recomputed(
-            batch, _all(batch.microbatches), lambda packed: self._logprobs(self._reference, packed)[0], "reference"
-        )
+
+        def forward(packed: Packed) -> Tensor:
+            return self._logprobs(self._reference, packed)[0]
+
+        return self._recomputed(batch, sum(batch.microbatches, ()), forward, "reference")
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         assert proximal is None or self.algorithm.takes_proximal
@@ -229,9 +231,7 @@ class PolicyEngine(ABC):
         columns = _columns(batch, proximal, reference)
         shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
         loss_tokens, denominators = self.all_reduce_sum(shares).tolist()
-        losses: list[float] = []
-        norms: list[float] = []
-        changes: list[float] = []
+        updates: list[tuple[float, float, float]] = []  # loss, norm of the gradient, norm of the change
         skipped = 0
         stats = LossStats()
         for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
@@ -239,25 +239,23 @@ class PolicyEngine(ABC):
                 continue  # all its completions are masked out, on every rank
             own = proximal is not None and number == 0
             loss, sums = self._accumulate(
-                columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not losses
+                columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not updates
             )
             update = self._update(batch.step, loss, rate_of(self.updates))
             if update is None:
                 skipped += 1
                 continue
-            norm, change = update
             stats += sums
-            losses.append(loss)
-            norms.append(norm)
-            changes.append(change)
-        totals = self.all_reduce_sum(np.array(losses, np.float64)).tolist()
+            updates.append((loss, *update))
+        losses, norms, changes = np.array(updates, np.float64).reshape(-1, 3).T
+        totals = self.all_reduce_sum(losses)
         stats = self._merged(stats)
         done = StepStats(
             loss=_mean(totals),
             grad_norm=_mean(norms),
             update_norm=_mean(changes),
             learning_rate=rate_of(max(self.updates - 1, 0)),
-            updates=len(totals),
+            updates=len(updates),
             skipped=skipped,
             loss_tokens=int(sum(loss_tokens)),
             trained_tokens=int(stats.tokens),
@@ -330,9 +328,7 @@ class PolicyEngine(ABC):
         return self._transformers_policy()
 
     def _transformers_policy(self, *, whole: bool = False) -> TransformersPolicy:
-        from areal_core.training.model.transformers_policy import (
-            TransformersPolicy,  # transformers: seconds, where they are needed
-        )
+        from areal_core.training.model.transformers_policy import TransformersPolicy  # seconds, where they are needed
 
         return TransformersPolicy(
             self.spec,
@@ -444,10 +440,6 @@ class PolicyEngine(ABC):
         rows = np.zeros((self.ranks.size, len(values)))
         rows[self.ranks.rank] = values
         return sum((LossStats.from_values(row, names) for row in self.all_reduce_sum(rows)), LossStats())
-
-
-def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:
-    return [packed for cut in cuts for packed in cut]
 
 
 def _columns(

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_core.training.batching.packing import Blocks
-from areal_core.training.model.pointwise import flat, is_compiled, kernels
+from areal_core.training.model.pointwise import compiled_for
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
 
@@ -31,53 +30,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) 
     if has_kernel(query):
         longest = max(block.tokens for block in blocks)
         return _kernel()(query, key, value, bounds(blocks, query.device), longest)
-    if is_compiled(query.device, query.dtype):
-        return _Attention.apply(query, key, value, blocks)  # type: ignore[no-any-return]
+    if compiled := compiled_for(query.device, query.dtype):
+        return compiled.Attention.apply(query, key, value, blocks)
     return attention_by_block(query, key, value, blocks)
 
 
 def has_kernel(query: Tensor) -> bool:
     """Whether sequences of different lengths can be attended to in one call."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _KERNEL_WIDTHS
-
-
-class _Attention(torch.autograd.Function):
-    """Attention by the CPU kernels; the backward pass recomputes the attention weights."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-        out, norms = torch.zeros_like(query), query.new_empty(*query.shape[:2], 2)
-        kernels().attend(*_of_kernel(query, key, value, blocks), flat(out), flat(norms))
-        ctx.save_for_backward(query, key, value, out, norms)
-        ctx.blocks = blocks
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, norms = ctx.saved_tensors
-        made = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        read = _of_kernel(query, key, value, ctx.blocks)
-        kernels().attend_backward(*read, *map(flat, (out, norms, gradients[0], *made)))
-        return *made, None
-
-
-def _of_kernel(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Any, ...]:
-    """The inputs of the forward and the backward kernel."""
-    sizes = query.shape[1], key.shape[1], query.shape[2]
-    return flat(query), flat(key), flat(value), _sequences(blocks), sizes, sizes[-1] ** -0.5
-
-
-@functools.lru_cache(maxsize=16)
-def _sequences(blocks: Blocks) -> NDArray[np.int64]:
-    """[N, 4]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
-    sequences: list[tuple[int, int, int, int]] = []
-    start = 0
-    for block in blocks:
-        prompt, shared, *_ = (0, 0) if block.prompt is None else sequences[block.prompt]
-        for _ in range(block.sequences):
-            sequences.append((start, block.tokens, prompt, shared))
-            start += block.tokens
-    return np.array(sequences, np.int64)
 
 
 def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:

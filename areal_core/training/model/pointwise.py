@@ -9,35 +9,26 @@ import functools
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_core.types import Float32Array
-
-
-def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are CPU kernels for tensors of this device and dtype (`areal_core.training.model.kernels`)."""
-    return device.type == "cpu" and dtype == torch.float32
-
 
 @functools.cache
-def kernels() -> ModuleType:
-    from areal_core.training.model import kernels
+def compiled_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module of compiled operations for tensors of this device and dtype; None where there is none, and torch's
+    operations do the same."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    from areal_core.training.model import compiled  # kernels, compiled or loaded by the first process that needs them
 
-    return kernels
-
-
-def flat(tensor: Tensor) -> Float32Array:
-    """A float32 tensor's numbers for a kernel; the same memory if it is contiguous."""
-    return np.ascontiguousarray(tensor.numpy(force=True)).reshape(-1)
+    return compiled
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis. [.., W], [W] -> [.., W]."""
-    if is_compiled(x.device, x.dtype):
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    if compiled := compiled_for(x.device, x.dtype):
+        return compiled.RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -48,25 +39,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. [T, I], [T, I] -> [T, I]."""
-    if is_compiled(gate.device, gate.dtype):
-        return _SwiGlu.apply(gate, up)  # type: ignore[no-any-return]
+    if compiled := compiled_for(gate.device, gate.dtype):
+        return compiled.SwiGlu.apply(gate, up)
     return F.silu(gate) * up
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        kernels().rms_norm(flat(x), flat(weight), eps, flat(out), flat(scales))
-        ctx.save_for_backward(x, weight, scales)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scales = ctx.saved_tensors
-        made = torch.empty_like(x), torch.zeros_like(weight)
-        kernels().rms_norm_backward(*map(flat, (x, weight, scales, gradients[0], *made)))
-        return *made, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -75,36 +50,18 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return _rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1), None, None
+        return _rotated(gradients[0], cos, sin, -1), None, None
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        out = torch.empty_like(gate)
-        kernels().swiglu(flat(gate), flat(up), flat(out))
-        ctx.save_for_backward(gate, up)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        made = torch.empty_like(gate), torch.empty_like(up)
-        kernels().swiglu_backward(*map(flat, (gate, up, gradients[0], *made)))
-        return made
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Heads rotated by the angles, or back by them for a `direction` of -1."""
-    if is_compiled(x.device, x.dtype):
-        out = torch.empty_like(x)
-        kernels().rotate(flat(x), flat(cos), flat(sin), *x.shape[1:], direction, flat(out))
-        return out
+    if compiled := compiled_for(x.device, x.dtype):
+        return compiled.rotated(x, cos, sin, direction)
     half = x.shape[-1] // 2
     sines = sin[..., :half]
     turned = x * cos

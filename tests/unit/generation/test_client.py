@@ -1,9 +1,6 @@
 """The client of one server, against servers that do as they are told: the embedded one's dialect, and vLLM's."""
 
 import asyncio
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -12,16 +9,13 @@ from aiohttp import web
 from areal_core.api.wire import version_name
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
-from areal_core.models import verified
 from areal_core.models.tensorfile import write_tensors
-from areal_core.storage.weights import publish, weights_file
+from areal_core.storage.weights import publish
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
 from tests.support.lora import adapter, form
-from tests.support.servers import FakeServer, choices, generated, version
+from tests.support.servers import FakeServer, generated, version
 from tests.support.training import SPEC
-
-PAUSE = threading.Event()  # never set
 
 
 @pytest.fixture
@@ -65,41 +59,6 @@ async def vllm_client(vllm, connect):
     return client
 
 
-@pytest.fixture
-def slow_url():
-    """A server in a thread of its own that takes a moment for each response."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format, *args): ...
-
-        def do_GET(self):
-            PAUSE.wait(0.3)
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("connected", [False, True])
-async def test_a_response_that_came_while_this_process_was_blocked_counts(slow_url, connected):
-    client = GenerationClient(slow_url)
-    if connected:
-        await client.health()
-    check = asyncio.ensure_future(client._control("GET", "/health", timeout_s=1.0))
-    for _ in range(3):  # it is under way
-        await asyncio.sleep(0)
-    time.sleep(2.0)  # noqa: ASYNC251 - the loop stands still
-    assert await check == b"{}"
-    await client.close()
-
-
 async def test_a_server_that_is_silent_is_lost(server, connect):
     client = await connect(server, update_timeout_s=0.05)
     server.hanging |= {"/health", "/finish_weight_update"}
@@ -116,28 +75,16 @@ def weights(tmp_path):
     return PolicyVersion(version=7, path=str(tmp_path), digest=written.digest)
 
 
-PAUSES = {  # of the embedded server, and of vLLM where that is another
-    "recompute": ("/pause?mode=keep&clear_cache=true", "/pause?mode=abort&clear_cache=true"),
-    "resubmit": ("/pause?mode=abort&clear_cache=true",) * 2,
-    "keep": ("/pause?mode=keep&clear_cache=false",) * 2,
-    "wait": ("/pause?mode=wait&clear_cache=true",) * 2,
-}
-
-
-@pytest.mark.parametrize("interruption", PAUSES)
-async def test_an_update_goes_through_its_phases_in_order(server, client, interruption):
-    await client.load_version(version(7), interruption)
-    assert server.calls == [
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"path": "/weights/7", "digest": "hash-7"}}),
-        (PAUSES[interruption][0], None),
-        ("/finish_weight_update", {"weight_version": "7"}),
-        ("/resume", None),
-    ]
-
-
-@pytest.mark.parametrize("interruption", PAUSES)
-async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights, interruption):
+@pytest.mark.parametrize(
+    ("interruption", "pause"),
+    [
+        ("recompute", "/pause?mode=abort&clear_cache=true"),
+        ("resubmit", "/pause?mode=abort&clear_cache=true"),
+        ("keep", "/pause?mode=keep&clear_cache=false"),
+        ("wait", "/pause?mode=wait&clear_cache=true"),
+    ],
+)
+async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights, interruption, pause):
     for name in ("before", "too"):
         await vllm_client.complete(request(name))
     await vllm_client.load_version(weights, interruption)
@@ -147,7 +94,7 @@ async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights,
     assert vllm.updates() == [
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": weights.path, "digest": weights.digest}}),
-        (PAUSES[interruption][1], None),
+        (pause, None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/reset_prefix_cache", None),
         ("/resume", None),
@@ -167,20 +114,6 @@ async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp
         await vllm_client.load_version(weights, "resubmit")
     assert "\n" not in str(caught.value)
     assert [path for path, _ in vllm.calls] == ["/start_weight_update", "/update_weights"]
-
-
-async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch, connect, vllm):
-    hashed = []
-    check = verified._check
-    monkeypatch.setattr(verified, "_check", lambda *version: hashed.append(version[0]) or check(*version))
-    async with FakeServer("0.32.0") as other:
-        clients = [await connect(server) for server in (vllm, other, vllm)]
-        await asyncio.gather(*(client.load_version(weights, "resubmit") for client in clients))
-        assert hashed == [tmp_path]
-        (tmp_path / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(ServerLostError, match="digest"):
-            await clients[0].load_version(weights, "resubmit")
-    assert hashed == [tmp_path, tmp_path]
 
 
 async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
@@ -289,13 +222,6 @@ async def test_a_server_with_other_routes_is_refused_in_one_line(connect, releas
     assert not isinstance(caught.value, ServerLostError)
 
 
-async def test_weights_without_a_name_have_no_version(server, client):
-    server.label = "default"
-    assert await client.loaded_version() is None
-    server.label = "12"
-    assert await client.loaded_version() == 12
-
-
 class FakeStager:
     """Brings every version to /here/N; with `status` it refuses, and while `holds` is set it says nothing."""
 
@@ -372,35 +298,6 @@ async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager
     with pytest.raises(ServerLostError, match=said):
         await far.load_version(version(3), "recompute")
     assert server.updates() == []
-
-
-async def test_a_stager_that_says_nothing_or_is_gone_costs_the_server(server, stager, far):
-    stager.holds = True
-    with pytest.raises(ServerLostError, match=r"version 3 was not loaded in 0\.5 s"):
-        await far.load_version(version(3), "recompute")
-    stager.holds = False
-    await stager.__aexit__()
-    with pytest.raises(ServerLostError, match=r"/stage: ClientConnectorError"):
-        await far.load_version(version(3), "recompute")
-    assert server.updates() == []
-
-
-async def test_the_temperature_is_the_requests_own(server, client):
-    for name, changes, expected in (
-        ("default", {}, 1.0),
-        ("warm", {"temperature": 0.7}, 0.7),
-        ("greedy", {"temperature": 0.7, "greedy": True}, 0.0),
-    ):
-        await generated(client, request(name, **changes))
-        assert server.requests[name]["sampling_params"]["temperature"] == expected
-
-
-async def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, client):
-    server.release.clear()
-    async with server.runs(generated(client, request("r", n=2))) as call:
-        await client.abort_all()
-        assert choices(await call) == [([5, 6], "abort")] * 2
-    assert server.updates() == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
 
 
 async def test_server_errors_and_lost_connections_are_lost_servers(server, client):
@@ -482,19 +379,3 @@ async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_
     assert "/collective_rpc" not in paths(vllm)
     await second.complete(request("base"))
     assert (vllm.requests["base"]["model"], await second.loaded_version()) == ("policy", 0)
-
-
-async def test_a_damaged_adapter_is_not_loaded(vllm, adapting, tmp_path):
-    version = published(tmp_path, 1)
-    weights_file(tmp_path / "v000001").write_bytes(b"damaged")
-    with pytest.raises(ServerLostError, match="version 1 was not loaded: digest: "):
-        await adapting.load_version(version, "recompute")
-    assert paths(vllm) == ["/v1/models"]
-
-
-async def test_the_embedded_server_loads_an_adapter_as_it_loads_weights(server, connect, tmp_path):
-    client = await connect(server, adapters=True)
-    await client.load_version(published(tmp_path, 1), "recompute")
-    assert paths(server)[:2] == ["/start_weight_update", "/update_weights"]
-    await client.complete(request("r"))
-    assert server.requests["r"]["model"] == "policy"  # whatever it has loaded: it labels every token

@@ -109,17 +109,3 @@ async def test_the_loop_that_asks_goes_on_while_much_comes_in():
     counting.cancel()
     await plane.close()
     assert max(taken.count(turn) for turn in set(taken)) <= 3
-
-
-async def test_work_under_way_is_cancelled_as_it_closes():
-    plane, begun = DataPlane(), threading.Event()
-
-    async def work(_):
-        begun.set()
-        await asyncio.sleep(3600)
-
-    call = asyncio.ensure_future(plane.run(work, lambda *_: None))
-    assert await asyncio.to_thread(begun.wait, 10)
-    await plane.close()
-    with pytest.raises(asyncio.CancelledError):
-        await call

@@ -18,28 +18,17 @@ from areal_core.models.adapters import (
     merged,
     read_adapter,
     read_lora,
-    trained_shapes,
     write_adapter,
     write_adapter_config,
 )
 from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import write_model
-from areal_core.models.spec import weight_shapes
 from areal_core.models.tensorfile import write_tensors
 from areal_core.types import Lora
 from tests.support.lora import adapter, by_peft, form
 from tests.support.training import SPEC, weights
 
 TWO = Lora(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
-
-
-def test_the_layers_that_are_named_have_an_adapter() -> None:
-    shapes = adapter_shapes(SPEC, TWO)
-    assert len(shapes) == 2 * 2 * SPEC.layers
-    assert shapes["model.layers.1.self_attn.q_proj.lora_A.weight"] == (2, 16)
-    assert shapes["model.layers.0.mlp.down_proj.lora_B.weight"] == (16, 2)
-    assert trained_shapes(SPEC, TWO) == shapes
-    assert trained_shapes(SPEC, None) == weight_shapes(SPEC)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "input_layernorm", "proj", "model"])
@@ -78,16 +67,6 @@ def test_merged_weights_and_files_are_what_peft_makes_of_them(tmp_path: Path) ->
     assert changed == 2 * SPEC.layers
 
 
-def test_peft_finds_the_base_model(tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    write_model(tmp_path / "base@1", SPEC, weights(), None)
-    write_adapter(tmp_path / ADAPTER, adapter(SPEC, TWO), TWO)
-    write_adapter_config(tmp_path, TWO, str(tmp_path / "base@1"))
-    found, expected = AutoPeftModelForCausalLM.from_pretrained(tmp_path), by_peft(tmp_path / "base@1", tmp_path)
-    assert torch.equal(found(torch.arange(9)[None]).logits, expected(torch.arange(9)[None]).logits)
-
-
 def test_a_written_adapter_is_read_again(tmp_path: Path) -> None:
     mine, file = adapter(SPEC, TWO), tmp_path / ADAPTER
     written = write_adapter(file, mine, TWO)
@@ -104,12 +83,13 @@ def test_a_written_adapter_is_read_again(tmp_path: Path) -> None:
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / ADAPTER
     write_adapter(file, adapter(SPEC, TWO), TWO)
-    with pytest.raises(ModelError, match=r"down_proj.lora_B.weight: expected shape \[8, 2\], got \[16, 2\]$"):
-        read_adapter(file, dataclasses.replace(SPEC, hidden_size=8), TWO)
-    with pytest.raises(ModelError, match=r"another model: training.lora.targets: must name linear layers"):
-        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("c_attn",)))
-    with pytest.raises(ModelError, match=r"lora_A.weight: expected shape None, got"):
-        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("q_proj",)))
+    for spec, targets, said in (
+        (dataclasses.replace(SPEC, hidden_size=8), TWO.targets, r"q_proj.lora_A.weight: expected shape \[2, 8\], got"),
+        (SPEC, ("c_attn",), "training.lora.targets: must name linear layers"),
+        (SPEC, ("q_proj",), "down_proj.lora_A.weight: no such tensor in this model"),
+    ):
+        with pytest.raises(ModelError, match=f"adapter of another model: .*{said}"):
+            read_adapter(file, spec, dataclasses.replace(TWO, targets=targets))
 
 
 @pytest.mark.parametrize(

@@ -67,35 +67,6 @@ def test_a_width_of_heads_that_is_not_named_is_that_of_transformers(tmp_path):
     assert read_spec(tmp_path).head_dim == AutoConfig.from_pretrained(tmp_path).head_dim == 128
 
 
-def test_written_tokenizer_loads_in_transformers(tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import AutoTokenizer
-
-    source = tmp_path / "source.json"
-    Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a")).save(str(source))
-    folders.write_model(tmp_path / "model", SPEC, folders.init_weights(SPEC, seed=0), source)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert (tokenizer.eos_token_id, tokenizer("b")["input_ids"]) == (1, [2])
-
-
-def test_rope_tables_are_those_of_transformers(folder):
-    from transformers import AutoModelForCausalLM
-
-    rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
-    cos, sin = rotary(torch.zeros(1), torch.arange(SPEC.context)[None])
-    ours = folders.rope_tables(SPEC, SPEC.context)
-    assert torch.equal(ours[0], cos[0])
-    assert torch.equal(ours[1], sin[0])
-
-
-def test_fresh_weights_are_drawn_from_the_seed_and_norms_are_ones():
-    first, again, other = (folders.init_weights(QWEN3, seed) for seed in (1, 1, 2))
-    drawn = {name for name, shape in weight_shapes(QWEN3).items() if len(shape) > 1}  # without biases
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert {name for name in first if not torch.equal(first[name], other[name])} == drawn
-    assert {name for name, tensor in first.items() if (tensor == 1).all()} == first.keys() - drawn
-
-
 def test_sharded_weights_and_older_rope_field_are_read(folder):
     weights = folders.read_weights(folder, SPEC)
     (folder / "model.safetensors").unlink()

@@ -139,7 +139,7 @@ def test_no_pass_makes_more_logits_at_once() -> None:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes keep what they keep on a GPU."""
     for module in (pointwise, attention):
-        monkeypatch.setattr(module, "is_compiled", lambda device, dtype: False)
+        monkeypatch.setattr(module, "compiled_for", lambda device, dtype: None)
 
 
 @pytest.mark.usefixtures("without_kernels")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from areal_core.training.background import BackgroundThread
@@ -17,24 +15,6 @@ def test_jobs_are_done_in_order_and_drain_waits_for_all() -> None:
         background.submit(lambda number=number: done.append(number))
     background.drain()
     assert done == list(range(20))
-
-
-def test_submit_blocks_while_the_queue_is_full() -> None:
-    background, go, in_queue = BackgroundThread("test", waiting=1), threading.Event(), threading.Event()
-    background.submit(lambda: go.wait(PATIENCE_S) and None)
-    background.submit(lambda: None)  # queued besides the one that runs
-
-    def third() -> None:
-        background.submit(lambda: None)
-        in_queue.set()
-
-    thread = threading.Thread(target=third)
-    thread.start()
-    assert not in_queue.wait(0.2)
-    go.set()
-    assert in_queue.wait(PATIENCE_S)
-    thread.join()
-    background.drain()
 
 
 def test_a_failure_is_raised_by_every_later_call_and_nothing_more_is_done() -> None:

@@ -85,19 +85,6 @@ def test_versions_and_their_reports_are_in_order(made: tuple[Publisher, Controll
     assert controller.calls == [(kind, step) for step in (1, 2, 3) for kind in kinds]
 
 
-def test_what_is_released_goes_when_a_version_is_published_again_too(
-    made: tuple[Publisher, Controller], tmp_path: Path
-) -> None:
-    """A loss of power may have brought it back, and the run may publish nothing new."""
-    publisher, controller = made
-    publisher.publish(1, TENSORS)
-    publisher.drain()
-    (folder,) = tmp_path.glob("runs/r/weights/v000001")
-    controller.released = [1]
-    publisher.announce(2, TENSORS)
-    assert not folder.exists()
-
-
 def test_a_checkpoint_covers_the_report_of_its_step(made: tuple[Publisher, Controller]) -> None:
     publisher, controller = made
     controller.gate.clear()

@@ -91,37 +91,34 @@ def completions(batch: TrainingBatch, values: np.ndarray) -> list[float]:
     return values[np.cumsum(batch.lengths) - 1].tolist()
 
 
-def test_advantages_are_those_of_the_rewards() -> None:
-    batch = built()
-    assert completions(batch, batch.advantages) == [-0.5, 0.5, 0, 0]
-    assert batch.has_gradient.tolist() == [True, True, False, False]
-    assert (batch.loss_tokens, batch.denominators) == ([12], [12.0])
-
-
-def test_length_is_charged_against_the_limit_of_completions() -> None:
-    # nothing up to 2 tokens, half at 3, all at 4: rewards 0 and 1 - 1, 1 - 0.5 and 1 - 1
-    batch = built(overlong_cache=2)
-    assert completions(batch, batch.advantages) == [0, 0, 0.25, -0.25]
+@pytest.mark.parametrize(
+    ("algorithm", "cut_off", "advantages", "loss_tokens", "denominators"),
+    [
+        ({}, (False, True), [-0.5, 0.5, 0, 0], [12], [12]),
+        # Nothing up to 2 tokens, half at 3, all at 4: rewards 0 and 1 - 1, 1 - 0.5 and 1 - 1.
+        ({"overlong_cache": 2}, (False, True), [0, 0, 0.25, -0.25], [12], [12]),
+        ({"truncated": "mask"}, (True, True), [-0.5, 0.5, 0, 0], [0], [0]),
+        ({"loss_mean": "sequence"}, (False, True), [-0.5, 0.5, 0, 0], [12], [4]),
+        ({"loss_mean": "constant"}, (False, True), [-0.5, 0.5, 0, 0], [12], [4 * 4]),
+        ({"loss_mean": "constant", "truncated": "mask"}, (False, True), [-0.5, 0.5, 0, 0], [4], [2 * 4]),
+    ],
+)
+def test_settings_of_the_algorithm_reach_the_batch(
+    algorithm: dict[str, Any],
+    cut_off: tuple[bool, bool],
+    advantages: list[float],
+    loss_tokens: list[int],
+    denominators: list[float],
+) -> None:
+    batch = built(cut_off=cut_off, **algorithm)
+    assert completions(batch, batch.advantages) == advantages
+    assert (batch.loss_tokens, batch.denominators) == (loss_tokens, denominators)
 
 
 def test_regularisation_takes_in_completions_without_an_advantage() -> None:
+    assert built().has_gradient.tolist() == [True, True, False, False]
     assert built(kl_coef=0.1).has_gradient.all()
     assert built(entropy_coef=0.1).has_gradient.all()
-
-
-def test_no_completion_is_left_where_all_are_masked() -> None:
-    batch = built(cut_off=(True, True), truncated="mask")
-    assert (batch.loss_tokens, batch.denominators, batch.microbatches) == ([0], [0.0], ((),))
-
-
-def test_the_mean_is_the_one_that_was_chosen() -> None:
-    sequence, constant = built(loss_mean="sequence"), built(loss_mean="constant")
-    assert completions(sequence, sequence.weights) == pytest.approx([1, 1 / 4, 1 / 3, 1 / 4])
-    assert sequence.denominators == [4]
-    assert completions(constant, constant.weights) == [1] * 4
-    assert constant.denominators == [4 * 4]
-    masked = built(loss_mean="constant", truncated="mask")
-    assert (masked.loss_tokens, masked.denominators) == ([4], [2 * 4])
 
 
 def test_segments_are_read_where_they_are_and_the_controller_is_asked_for_the_others(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines import embedded as engine_module
 from areal_core.generation.engines.torch_decoder import TorchDecoder
-from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, SPECS, Reference, request, weights
+from tests.support.generation import QWEN2, QWEN2_GQA, SPECS, Reference, request, weights
 from tests.support.offline import OfflineEngine, gathered
 
 
@@ -49,10 +49,6 @@ def finish(engine, done=()):
 def mixed_requests():
     """More completions than slots, prompts of 1 to 13 tokens, groups, limits below and above a block of the cache."""
     return [request(f"r{i}", range(2, 3 + 3 * i), n=1 + 2 * i, max_tokens=10 + 15 * i, seed=i) for i in range(5)]
-
-
-def as_lists(completions):
-    return [(a.token_ids.tolist(), a.logprobs.tolist(), a.versions.tolist(), a.finish_reason) for a in completions]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,73 +92,6 @@ def test_an_update_in_the_middle_of_a_group_recomputes_its_prompt_once():
     served.add(request("later", prompt=range(2, 12), max_tokens=3))
     finish(served)
     assert served.stats.recompute_ms == spent_ms  # prefill of a new prompt is no recomputation
-
-
-def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
-    reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
-    completions = {}
-    for recompute in (True, False):
-        served = engine()
-        served.add(request(max_tokens=30, stop_token_ids=()))
-        for _ in range(15):
-            served.step()
-        served.swap(served.prepare(weights(QWEN2, 2)), 1, recompute=recompute)
-        [completions[recompute]] = finish(served)["r"]
-    reference.check(request(), completions[True])
-    with pytest.raises(AssertionError):
-        reference.check(request(), completions[False])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_that_wait_for_slots_are_prefilled_again_after_an_update(tmp_path, kind):
-    reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
-    served = engine(kind=kind, slots=2)
-    asked = request(prompt=range(2, 12), n=6, max_tokens=8)
-    served.add(asked)  # 4 completions wait, sharing the prompt's cache
-    served.step()
-    served.swap(served.prepare(weights(QWEN2, 2)), 1)
-    completions = finish(served)["r"]
-    for completion in completions:
-        reference.check(asked, completion)
-    assert {version for completion in completions for version in completion.versions.tolist()} == {0, 1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", [QWEN2_GQA, QWEN3], ids=["qwen2-gqa", "qwen3"])
-def test_greedy_completions_are_the_most_probable_tokens(tmp_path, spec, kind):
-    reference = Reference(tmp_path, spec, {0: 1})
-    greedy = request(greedy=True, max_tokens=20, n=2)
-    others = [request(f"other-{i}", (5, 6), n=2, seed=i) for i in range(2)]
-    completions = engine(spec, kind=kind).generate([greedy, *others])[0]
-    sequence = list(greedy.token_ids)
-    for token in completions[0].token_ids.tolist():
-        assert reference.logits(0, sequence)[-1].argmax() == token
-        sequence.append(token)
-    reference.check(greedy, completions[0])
-    assert as_lists(completions[:1]) == as_lists(completions[1:])
-
-
-@pytest.mark.parametrize(("kind", "temperature"), [("cpu", 0.8), ("cpu", 1.0), ("cpu", 3.0), ("torch", 0.8)])
-def test_sampling_follows_the_models_distribution_at_the_temperature(tmp_path, temperature, kind):
-    prompt, draws = (2, 3, 4), 8000
-    logits = Reference(tmp_path, QWEN2, {0: 1}).logits(0, prompt)[-1]
-    served = engine(kind=kind, slots=128)
-    [completions] = served.generate([request(prompt=prompt, n=draws, max_tokens=1, seed=3, temperature=temperature)])
-    counts = np.bincount([completion.token_ids[0] for completion in completions], minlength=QWEN2.vocab_size)
-    expected = draws * (logits.double() / temperature).softmax(-1).numpy()
-    assert expected.min() > 5
-    assert ((counts - expected) ** 2 / expected).sum() < 54  # chi-square, 22 degrees of freedom: p = 1.7e-4
-
-
-def test_completions_depend_on_seed_and_index_and_the_first_is_that_of_a_single_one():
-    def sample(**changes):
-        return [a.token_ids.tolist() for a in engine().generate([request(max_tokens=20, **changes)])[0]]
-
-    group = sample(n=4)
-    assert group == sample(n=4)
-    assert group[:1] == sample(n=1)
-    assert group != sample(n=4, seed=8)
-    assert len({tuple(completion) for completion in group}) == 4
 
 
 @pytest.mark.parametrize(
@@ -213,36 +142,6 @@ def test_completions_are_batch_invariant_however_they_are_disturbed(monkeypatch,
             )
 
 
-@pytest.mark.parametrize("kind", ["cpu", "torch-deterministic"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_completions_are_the_same_to_the_bit_in_any_batch_and_slot(spec, kind):
-    wanted = request("wanted", range(2, 9), n=3, max_tokens=40)
-    alone = engine(spec, kind=kind, slots=12).generate([wanted])
-    for shift in range(4):
-        others = [request(f"c{i}", range(3, 6 + i), n=3, seed=i, max_tokens=5 + 9 * i) for i in range(2 * shift)]
-        served = engine(spec, kind=kind, slots=12)
-        for item in others:
-            served.add(item)
-        done = [generation for _ in range(shift) for generation in served.step()]
-        served.add(wanted)
-        assert as_lists(finish(served, done)["wanted"]) == as_lists(alone[0])
-
-
-def test_stop_tokens_end_a_completion_and_are_part_of_it():
-    free = engine().generate([request(max_tokens=30, stop_token_ids=())])[0][0].token_ids.tolist()
-    length = free.index(free[11]) + 1
-    for max_tokens in (30, length):  # a stop token at the limit is a stop
-        [completion] = engine().generate([request(max_tokens=max_tokens, stop_token_ids=(free[11], 22))])[0]
-        assert (completion.token_ids.tolist(), completion.finish_reason) == (free[:length], "stop")
-
-
-@pytest.mark.parametrize("context", [10, QWEN2.context])
-def test_the_context_cuts_completions_off(context):
-    prompt = [2 + i % 20 for i in range(context - 3)]
-    [completion] = engine(context=context).generate([request(prompt=prompt, max_tokens=50, stop_token_ids=())])[0]
-    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -265,22 +164,6 @@ def test_requests_that_cannot_be_served_are_refused_by_field(changes, named):
     assert served.waiting == 1
     finish(served)
     served.add(request("taken"))
-
-
-def test_abort_returns_what_there_is_and_leaves_the_others_alone():
-    kept = request("kept", n=2, max_tokens=40, stop_token_ids=())
-    undisturbed = engine().generate([kept])[0]
-    served = engine(slots=4)
-    for each in (request("ended", n=2, stop_token_ids=()), kept, request("waits", n=3)):
-        served.add(each)
-    for _ in range(5):
-        served.step()
-    ended = gathered(served.abort(["ended", "waits", "unknown"]))
-    lengths = {name: [len(one.token_ids) for one in completions] for name, completions in ended.items()}
-    assert lengths == {"ended": [5, 5], "waits": [0, 0, 0]}
-    assert {completion.finish_reason for completions in ended.values() for completion in completions} == {"abort"}
-    assert (served.running, served.waiting) == (2, 0)
-    assert as_lists(finish(served)["kept"]) == as_lists(undisturbed)
 
 
 def test_abort_of_a_group_of_which_some_completions_are_finished_and_some_wait():
@@ -326,40 +209,6 @@ def test_logits_that_are_not_finite_are_an_error(tensor, number, kind):
     broken[tensor] = torch.full_like(broken[tensor], number)
     with pytest.raises(DivergenceError, match="version 5"):
         KINDS[kind][0](QWEN2, broken, slots=2, version=5).generate([request()])
-
-
-def test_log_probabilities_are_those_of_the_distribution_at_the_temperature_in_one_batch_of_several(tmp_path):
-    reference = Reference(tmp_path, LLAMA_GQA, {0: 1})
-    temperatures = (0.01, 0.3, 1.0, 2.5, 100.0)
-    requests = [request(f"r{i}", n=2, seed=i, temperature=t) for i, t in enumerate(temperatures)]
-    for each, completions in zip(requests, engine(LLAMA_GQA, slots=10).generate(requests), strict=True):
-        for completion in completions:
-            reference.check(each, completion)
-    [[greedy]] = engine(LLAMA_GQA).generate([request(greedy=True, temperature=5.0)])
-    reference.check(request(), greedy)
-
-
-def test_long_sequences_agree_with_transformers(tmp_path):
-    """Attention over many blocks of the cache, heads wider than a vector and not of a whole number of them."""
-    for head_dim in (24, 64):
-        spec = dataclasses.replace(
-            LLAMA_GQA, hidden_size=48, heads=6, head_dim=head_dim, intermediate_size=50, context=700
-        )
-        reference = Reference(tmp_path / str(head_dim), spec, {0: 1, 1: 2})
-        served = engine(spec, slots=3)
-        requests = [
-            request("long", [2 + i % 20 for i in range(400)], n=2, max_tokens=250, stop_token_ids=()),
-            request("longer", [3 + i % 19 for i in range(599)], max_tokens=101, stop_token_ids=()),
-        ]
-        for each in requests:
-            served.add(each)
-        done = [generation for _ in range(40) for generation in served.step()]
-        served.swap(served.prepare(weights(spec, 2)), 1)
-        generations = finish(served, done)
-        for each in requests:
-            for completion in generations[each.request_id]:
-                assert len(completion.token_ids) == each.max_tokens
-                reference.check(each, completion)
 
 
 def test_the_prompt_of_a_group_is_prefilled_once_and_again_after_an_update():

@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_core.api.wire import version_spans
-from areal_core.errors import GenerationError, ModelError
+from areal_core.errors import ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
-from areal_core.planning.time_model import TimeModel, completion_length
+from areal_core.planning.time_model import completion_length
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
@@ -90,29 +90,6 @@ def test_completions_that_run_together_share_the_reading_of_weights(n: int) -> N
     assert clock.now_s * CONFIG.speed == pytest.approx(expected_s)
 
 
-def test_a_long_prefill_is_paid_in_steps_of_milliseconds() -> None:
-    clock, config = Clock(), dataclasses.replace(CONFIG, prefill_share=1e-5)
-    run(engine(clock, config), request(n=8))
-    assert TimeModel(config).prefill_s([PROMPT]) > 5 * 0.004 * CONFIG.speed
-    assert clock.longest_s < 0.0041
-
-
-def test_an_update_stands_still_for_hand_over_and_recomputation_before_it_returns() -> None:
-    clock = Clock()
-    served = engine(clock)
-    served.add(request(n=2))
-    advance(served, clock, 0.01)
-    served.clear_cache()
-    before_s = clock.now_s
-    served.swap(None, 1, recompute=False)
-    recompute_s = 1e-3 * served.stats.recompute_ms
-    assert clock.now_s - before_s == pytest.approx(CONFIG.handover_s / CONFIG.speed + recompute_s)
-    assert recompute_s > 0
-    sampled = served.stats.generated_tokens
-    advance(served, clock, clock.now_s + 0.02)
-    assert served.stats.generated_tokens > sampled  # nothing is owed any more
-
-
 def test_an_update_stands_still_no_longer_than_its_caller_waits() -> None:
     clock = Clock()
     config = dataclasses.replace(CONFIG, speed=1.0, handover_s=60.0)
@@ -133,20 +110,6 @@ def test_accelerators_that_train_in_between_get_their_weights_with_the_change() 
     served.swap(None, 1)
     assert clock.now_s == 0.0
     assert served.stats.swap_ms == 0.0
-
-
-def test_slots_bound_the_running_completions_and_drained_engines_start_none() -> None:
-    served = engine(Clock(), slots=3)
-    served.add(request(n=8))
-    served.step()
-    assert (served.running, served.waiting) == (3, 5)
-    served.admitting = False
-    ended: list[Generation] = []
-    while served.running:
-        ended += served.step()
-    assert served.waiting == 5
-    served.admitting = True
-    assert lengths(run(served, ended=ended)["r"]) == [wire_length(request(), index) for index in range(8)]
 
 
 def test_a_full_cache_bounds_the_running_completions_and_loses_none() -> None:
@@ -184,36 +147,6 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     recompute_s = served.stats.recompute_ms * 1e-3 * CONFIG.speed
     assert (clock.now_s - 7.0 - plain.now_s) * CONFIG.speed == pytest.approx(CONFIG.handover_s + recompute_s)
     assert MODEL.prefill_s([PROMPT + sampled * SCALE]) <= recompute_s
-
-
-def test_aborted_completions_keep_their_tokens() -> None:
-    clock = Clock()
-    served = engine(clock, slots=6)
-    served.add(request("group-1-0", n=4, seed=1))
-    served.add(request("b", n=4, seed=2))
-    assert advance(served, clock, 0.004) == []
-    before = served.stats.rollout_tokens
-    aborted = gathered(served.abort(["group-1-0", "unknown"]))
-    assert aborted.keys() == {"group-1-0"}
-    assert {completion.finish_reason for completion in aborted["group-1-0"]} == {"abort"}
-    left = lengths(aborted["group-1-0"])
-    assert max(left) < LIMIT
-    found = lengths(run(served)["b"])
-    assert found == [wire_length(request(seed=2), index) for index in range(4)]
-    assert served.stats.generated_tokens == sum(left) + sum(found)
-    assert served.stats.rollout_tokens == before == sum(left) > 0  # counted apart, and whether or not they have ended
-    served.add(request("c"))
-    assert lengths(gathered(served.abort())["c"]) == [0] * 4
-    assert (served.running, served.waiting) == (0, 0)
-
-
-def test_bad_requests_are_refused() -> None:
-    served = engine(Clock())
-    served.add(request("a"))
-    with pytest.raises(GenerationError, match=r"^request_id: a is already being served$"):
-        served.add(request("a"))
-    with pytest.raises(GenerationError, match=r"^max_tokens: must be at least 1, got 0$"):
-        served.check(request(max_tokens=0))
 
 
 def test_weights_are_looked_at(tmp_path: Path) -> None:

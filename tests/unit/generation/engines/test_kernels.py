@@ -46,18 +46,6 @@ def test_the_exponential_is_exact_to_two_units_in_the_last_place():
     assert np.isnan(exp(np.array([-80.1, -1000, -np.inf, np.nan] * 4))[3])
 
 
-@pytest.mark.parametrize(("outputs", "depth", "first"), [(64, 64, 0), (96, 48, 32), (5, 7, 3), (130, 33, 16)])
-def test_a_packed_matrix_holds_every_number_in_its_panel(outputs, depth, first):
-    matrix = np.random.default_rng(0).normal(size=(outputs, depth)).astype(np.float32)
-    width = vectors.round_up(first + outputs, kernels.COLUMNS)
-    packed = vectors.zeros(width * depth + 16)
-    kernels.pack(matrix.reshape(-1), outputs, depth, packed, 16, first)
-    panels = packed[16:].reshape(-1, depth, kernels.COLUMNS).transpose(1, 0, 2).reshape(depth, width)
-    assert (panels[:, first : first + outputs] == matrix.T).all()
-    assert not panels[:, :first].any()
-    assert not panels[:, first + outputs :].any()
-
-
 def rows(tokens, slots, positions, ends, of, temperatures):
     ints = (np.array(array, dtype=np.int32) for array in (tokens, slots, positions, ends, of))
     return Pass(*ints, np.array(temperatures, dtype=np.float32), np.linspace(0, 0.99, len(of)))

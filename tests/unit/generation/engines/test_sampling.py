@@ -16,26 +16,7 @@ def test_a_stream_is_the_splitmix64_generator_of_its_seed():
     assert drawn.tolist() == [(output >> 12) / 2**52 for output in outputs]
 
 
-def test_a_number_does_not_depend_on_its_batch():
-    seeds, positions = streams(5, 6, 7, 2**64 - 1), np.array([0, 3, 2, 9])
-    together = uniforms(seeds, positions)
-    alone = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(4)]
-    assert together.tolist() == alone
-
-
 def test_stream_seeds_differ_between_completions_and_requests_and_fit_64_bits():
     seeds = {stream_seed(seed, completion) for seed in (0, 1, 2, 2**63, -1) for completion in range(200)}
     assert len(seeds) == 5 * 200
     assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-def test_numbers_are_uniform_and_uncorrelated_between_neighbours():
-    completions = streams(*(stream_seed(11, completion) for completion in range(200)))
-    grid = np.stack([uniforms(completions, np.full(200, position)) for position in range(200)])
-    assert grid.min() >= 0
-    assert grid.max() < 1
-    counts, _ = np.histogram(grid, bins=50, range=(0, 1))
-    expected = grid.size / 50
-    assert ((counts - expected) ** 2 / expected).sum() < 94  # chi-square, 49 degrees of freedom: p = 1e-4
-    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
-        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02  # 4 standard errors

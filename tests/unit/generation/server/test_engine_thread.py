@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_core.generation.engines.embedded import EngineStats
+from areal_core.generation.engines.engine import EngineStats
 from areal_core.generation.server.engine_thread import EngineThread
-from areal_core.tracking.timeline import TimelineWriter, read_timeline
 
 
 class Stepping:
@@ -68,28 +65,3 @@ async def test_a_drain_ends_when_its_last_completions_are_aborted(thread: Engine
     thread.tell(finish)
     await asyncio.wait_for(draining, 10)
     assert thread.is_paused
-
-
-async def test_the_timeline_tells_generating_from_waiting_and_updating(tmp_path: Path) -> None:
-    engine: Any = Stepping()
-    thread = EngineThread(
-        engine,
-        asyncio.get_running_loop(),
-        deliver=lambda done: None,
-        failed=lambda error: None,
-        timeline=TimelineWriter(tmp_path / "generation-0.jsonl"),
-    )
-    thread.start()
-    await asyncio.sleep(0.01)
-    await thread.pause("keep", clear_cache=False)
-    await asyncio.sleep(0.01)
-    await thread.resume()
-    await asyncio.sleep(0.01)
-    await thread.ask(finish)
-    await asyncio.sleep(0.01)
-    await asyncio.to_thread(thread.stop)
-    spans = read_timeline(tmp_path)
-    if spans[0].kind == "wait":  # the thread was slow to start
-        del spans[0]
-    assert [span.kind for span in spans] == ["generate", "update", "generate", "wait"]
-    assert all(before.end_s <= after.start_s + 1e-6 for before, after in pairwise(spans))

@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import errno
-import socket
-from types import SimpleNamespace
 
 import pytest
 
 from areal_core.generation.server import routes
 
 
-@pytest.fixture(autouse=True)
-def command(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Its arguments; what it does before it serves is left out."""
-    given = SimpleNamespace(host="127.0.0.1", port=0, ready_file=None, timeline=None)
-    monkeypatch.setattr(routes, "_arguments", lambda: given)
-    monkeypatch.setattr(routes.logs, "start", lambda role: None)
-    monkeypatch.setattr(routes.process, "adopt", lambda ready_file: None)
-    monkeypatch.setattr(routes, "server_token", lambda arguments: None)
-    monkeypatch.setattr(routes, "_engine", lambda arguments: None)
-    return given
-
-
-def test_port_in_use_is_refused_as_a_setting(
-    command: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Idle:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        def app(self) -> routes.web.Application:
-            return routes.web.Application()
-
-    monkeypatch.setattr(routes, "GenerationServer", Idle)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        command.port = taken.getsockname()[1]
-        assert routes.main() == 2
-    said = f"--port: can't listen on 127.0.0.1:{command.port}: Address already in use; 0 takes any free one"
-    assert caplog.messages == [said]
-
-
 def test_full_disk_is_not_taken_for_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr("sys.argv", ["routes", "--model", "m"])
+    monkeypatch.setattr(routes.logs, "start", lambda role: None)
+    monkeypatch.setattr(routes.process, "adopt", lambda ready_file: None)
+    monkeypatch.setattr(routes, "_engine", lambda arguments: None)
     monkeypatch.setattr(routes, "_serve", serve)
     with pytest.raises(OSError, match="No space left"):
         routes.main()

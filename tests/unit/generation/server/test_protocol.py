@@ -34,13 +34,6 @@ def test_defaults_are_those_of_vllm():
     assert not wanted.logprobs
 
 
-def test_end_tokens_are_added_once_unless_ignored():
-    body = {"token_ids": [3], "sampling_params": {"stop_token_ids": [7, 2]}}
-    assert parse(body).request.stop_token_ids == (7, 2, 1)
-    body["sampling_params"]["ignore_eos"] = True
-    assert parse(body).request.stop_token_ids == (7, 2)
-
-
 @pytest.mark.parametrize(
     ("params", "said"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.errors import LedgerError, ProcessError, RunFinished
+from areal_core.errors import ProcessError, RunFinished
 from areal_core.training.batching.feed import BatchFeed
 from areal_core.types import BatchManifest
 from tests.support.training import batch
@@ -68,14 +68,6 @@ def test_the_end_of_the_run_comes_after_the_batches_that_were_fixed_before() -> 
     for _ in range(2):
         with pytest.raises(RunFinished, match="score"):
             batches.next()
-
-
-def test_a_batch_that_cannot_be_laid_out_is_the_steps_failure() -> None:
-    def build(_: BatchManifest) -> Any:
-        raise LedgerError("group_id: no payload is kept for group 7")
-
-    with pytest.raises(LedgerError, match="group 7"):
-        feed(Controller(), build=build).next()
 
 
 def test_a_failure_elsewhere_ends_the_wait_for_a_batch() -> None:

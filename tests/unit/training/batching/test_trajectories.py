@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,17 +81,6 @@ def test_beside_a_copy_they_come_from_the_head_node_and_not_of_its_controller(co
     assert controller.asked == []
 
 
-def test_trajectories_are_read_in_the_runs_own_folder(head_node: HeadNode, segment: Path) -> None:
-    """Also where the head node serves its files to others, which are not asked."""
-    write_json(head_node.run.ready_file("files"), {"pid": 1, "url": "http://127.0.0.1:1"})
-    controller = Controller()
-    assert read(head_node.run, controller) == [4, 5, 0, 1, 2]
-    segment.unlink()
-    assert controller.asked == []
-    assert read(head_node.run, controller) == [4, 5, 0, 1, 2]
-    assert controller.asked == [4]
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -110,17 +98,6 @@ def test_the_controller_is_asked_for_what_is_damaged_or_gone(
         assert read(copy, controller) == [4, 5, 0, 1, 2]
     assert controller.asked == [4]
     assert f"group 4: the controller is asked for it: {said}" in caplog.text
-
-
-@pytest.mark.usefixtures("segment")
-def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[object] = []
-    connect = module.Session._connect
-    monkeypatch.setattr(module.Session, "_connect", lambda its: opened.append(its._connection) or connect(its))
-    reader, controller = Trajectories(copy), Controller()
-    for group_id in range(5):
-        reader.read(replace(GROUP, group_id=group_id), [1], controller)
-    assert [one is None for one in opened] == [True, False, False, False, False]
 
 
 @pytest.mark.usefixtures("segment")

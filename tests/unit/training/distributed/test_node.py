@@ -18,7 +18,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ProcessError
 from areal_core.launch.process import SPENT
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
-from areal_core.training.distributed import node, rounds
+from areal_core.training.distributed import node
 
 PATIENCE_S = 90.0
 
@@ -28,20 +28,6 @@ def prepared(root: Path, *, ranks: int = 4, **launch: Any) -> tuple[RunDir, RunC
     training = {"ranks": ranks, "hosts": 2, "minibatches": 1}
     config = load({"state_dir": str(root), "launch": launch, "training": training})
     return RunDir.create(config, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")), config
-
-
-def test_settings(tmp_path: Path) -> None:
-    run, config = prepared(tmp_path, stall_timeout_s=40.0)
-    settings = node.settings(run, config, "10.0.0.1:700", "10.0.0.3")
-    assert (settings.min_nodes, settings.max_nodes, settings.nproc_per_node) == (2, 2, 2)
-    assert (settings.run_id, settings.rdzv_backend, settings.rdzv_endpoint) == ("r", rounds.BACKEND, "10.0.0.1:700")
-    assert settings.rdzv_configs["is_host"] is False
-    for patience in ("join_timeout", "read_timeout"):
-        assert settings.rdzv_configs[patience] > config.launch.stall_timeout_s
-    assert (settings.max_restarts, settings.local_addr, settings.virtual_local_rank) == (1, "10.0.0.3", False)
-    if node._HAS_SHUTDOWN:
-        assert settings.shutdown_timeout is not None
-        assert settings.shutdown_timeout < config.launch.stop_timeout_s
 
 
 def test_the_agent_awaits_the_rendezvous(tmp_path: Path) -> None:

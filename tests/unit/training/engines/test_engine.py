@@ -52,12 +52,6 @@ def test_a_share_may_hold_some_of_a_groups_completions():
     assert batch.groups.tolist() == [0, 1]
 
 
-def test_truncated_completions_can_be_masked_out():
-    batch = built([0], payloads={0: GROUP}, mask_truncated=True)
-    assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, False]
-    assert batch.loss_tokens == [3]
-
-
 def test_what_the_policy_did_not_sample_is_no_loss_token():
     """One token of the first trajectory is the environment's: it counts in no mean, and not as sampled."""
     sampled = np.array([True, False, True, True])
@@ -69,20 +63,6 @@ def test_what_the_policy_did_not_sample_is_no_loss_token():
     assert batch.loss_tokens == [3]
     both = built([0], payloads={0: group}, mask_truncated=True)
     assert both.loss_tokens == [2]
-
-
-def test_a_rank_without_groups():
-    batch = built([], [], payloads={})
-    assert batch.minibatches == ((), ())
-    assert batch.loss_tokens == [0, 0]
-    assert batch.tokens.shape == (0,)
-
-
-@pytest.mark.parametrize("field", ["prompt_tokens", "lengths"])
-def test_empty_prompts_and_completions_never_reach_training(field: str):
-    broken = replace(GROUP, **{field: np.zeros(0 if field == "prompt_tokens" else 2, np.int32)})
-    with pytest.raises(AssertionError, match="empty prompt or completion"):
-        built([0], payloads={0: broken})
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,25 @@
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.objectives import Tokens
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
-from areal_core.models.adapters import adapter_shapes, merged
+from areal_core.models.adapters import adapter_shapes
 from areal_core.models.tensorfile import to_bfloat16
-from areal_core.training.batching.packing import pack
-from areal_core.training.engines.engine import StepStats, build_batch
-from areal_core.training.engines.policy_engine import learning_rate, sum_of_squares
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.model.forward import completion_logprobs
-from tests.support import forked
-from tests.support.lora import LORA, adapter, form
+from tests.support.lora import LORA, form
 from tests.support.training import (
-    GROUP_SIZE,
     SPEC,
     TRAINING,
     batch,
     engine,
     numbers,
-    payload,
-    run_rank,
     train,
     weights,
-    whole,
 )
 
 STANDARD = AlgorithmConfig(objective="standard")
@@ -45,72 +33,6 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
     assert one.keys() == other.keys()
     for name, values in one.items():
         np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance * np.abs(values).max(), err_msg=name)
-
-
-def test_learning_rate_warms_up_linearly_then_stays():
-    assert [learning_rate(2.0, 4, update) for update in range(6)] == [0.5, 1, 1.5, 2, 2, 2]
-    assert learning_rate(1.0, 0, 0) == 1
-
-
-def test_on_policy_step_by_definition():
-    """Behaviour = proximal and one minibatch: every ratio is 1, and the loss is minus the mean advantage of a token."""
-    one = engine()
-    share = batch(minibatches=1)
-    proximal = one.logprobs(share)
-    assert not proximal[~share.loss_mask].any()
-    stats = one.train_step(replace(share, behaviour_logprobs=proximal), proximal)
-    tokens = share.loss_mask.sum()
-    assert stats.loss == pytest.approx(-share.advantages.sum() / tokens, rel=1e-5, abs=1e-7)
-    assert stats.loss_tokens == stats.trained_tokens == tokens
-    assert (stats.updates, stats.metrics["loss/clip_fraction"], stats.metrics["loss/cap_fraction"]) == (1, 0, 0)
-    assert stats.learning_rate == pytest.approx(1e-2 / 4)
-    assert stats.train_inference_kl == pytest.approx(0, abs=1e-12)
-    assert stats.metrics["loss/approx_kl"] == pytest.approx(0, abs=1e-9)
-    assert stats.metrics["policy/ess"] == pytest.approx(1)
-    assert stats.metrics["policy/importance_weight_max"] == 1
-    assert 0 < stats.metrics["policy/entropy"] < np.log(SPEC.vocab_size)
-
-
-def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
-    """Against plain autograd over all sequences at once, those without a gradient of their own included."""
-    share = batch(minibatches=1)
-    idle = np.repeat(np.arange(len(share.lengths)) % 3 == 0, share.lengths)
-    share = replace(share, advantages=np.where(idle, np.float32(0), share.advantages))
-    assert 0 < share.has_gradient.sum() < len(share.lengths)
-    share = replace(share, minibatches=((), *share.minibatches))  # not the first: pi_prox is what it is given
-    one = engine(replace(TRAINING, grad_clip=1e9))
-    shift = np.float32(0.25) * np.sin(np.arange(len(share.tokens), dtype=np.float32))  # so that some ratios are clipped
-    proximal = one.proximal_logprobs(share) + shift
-
-    leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
-    everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
-    source = everything.source
-    current, entropy = completion_logprobs(SPEC, leaves, everything)
-    known = {
-        "proximal": proximal,
-        "behaviour": share.behaviour_logprobs,
-        "advantages": share.advantages,
-        "mask": share.loss_mask,
-        "weights": share.weights,
-        "staleness": share.versions,
-        "sequence": np.repeat(np.arange(len(share.lengths)), share.lengths),
-    }
-    columns = {name: torch.from_numpy(values[source]) for name, values in known.items()}
-    tokens = Tokens(current=current, entropy=entropy, sequences=len(share.lengths), **columns)
-    loss, _ = policy_loss(tokens, AlgorithmConfig(), denominator=len(source))
-    loss.backward()
-    gradient = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
-
-    stats = one.train_step(share, proximal)
-    assert stats.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
-    assert stats.loss_tokens == len(source)
-    ratios = np.exp((proximal - share.behaviour_logprobs)[share.loss_mask & (share.advantages != 0)].astype(np.float64))
-    assert stats.metrics["policy/ess"] == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
-    assert (proximal[idle] == shift[idle]).all()  # completions without a gradient are not recomputed
-    assert 0 < stats.metrics["loss/clip_fraction"] < 1
-    assert stats.grad_norm == pytest.approx(sum((values**2).sum() for values in gradient.values()) ** 0.5, rel=1e-5)
-    moments = {name: one.state().arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in gradient}
-    assert_close(gradient, moments)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -188,47 +110,6 @@ def test_an_adapter_of_another_rank_is_refused():
         engine(ADAPTED).load_state(engine().state())
 
 
-def test_the_gradient_of_an_adapter_is_that_of_the_weights_projected():
-    """dL/dB = scale dL/dW A^T and dL/dA = scale B^T dL/dW, with the gradient of weights that have it added."""
-    own, lora = adapter(SPEC), form()
-    one = engine(ADAPTED)
-    state = one.state()
-    one.load_state(replace(state, arrays=state.arrays | {f"weight/{name}": values for name, values in own.items()}))
-    share = batch(minibatches=1)
-    [packed] = share.cut(range(len(share.lengths)))[:1]
-    one.start_gradient()
-    one.backward(one.forward(packed)[0].sum(), last=True)
-    gradient = {name: parameter.grad.numpy() for name, parameter in one._parameters.items()}
-    whole = merged({name: tensor.numpy() for name, tensor in weights().items()}, own, lora)
-    leaves = {name: torch.from_numpy(values).requires_grad_() for name, values in whole.items()}
-    completion_logprobs(SPEC, leaves, packed)[0].sum().backward()
-    for layer in {name.partition(".lora_")[0] for name in own}:
-        of_weight = leaves[f"{layer}.weight"].grad
-        assert of_weight is not None
-        down, up = own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]
-        wanted = {"A": lora.scale * up.T @ of_weight.numpy(), "B": lora.scale * of_weight.numpy() @ down.T}
-        for which, values in wanted.items():
-            found = gradient[f"{layer}.lora_{which}.weight"]
-            assert np.linalg.norm(found - values) <= 1e-4 * np.linalg.norm(values), layer
-
-
-def test_a_saved_state_is_a_copy():
-    one = engine()
-    state = one.state()
-    weights = one.weights()
-    train(one, range(1, 2))
-    np.testing.assert_array_equal(state.arrays["weight/model.norm.weight"], weights["model.norm.weight"])
-    assert (one.weights()["model.norm.weight"] != weights["model.norm.weight"]).any()
-
-
-def test_a_state_of_another_model_is_refused():
-    state = engine(spec=replace(SPEC, vocab_size=40)).state()
-    with pytest.raises(
-        ModelError, match=r"weight/model.embed_tokens.weight: expected shape \[23, 16\].*got shape \[40"
-    ):
-        engine().load_state(state)
-
-
 def test_divergence_raises_and_leaves_the_weights():
     one = engine()
     share = batch()
@@ -258,13 +139,6 @@ def test_an_update_that_is_not_finite_can_be_skipped_and_is_counted():
     assert_close(one.weights(), other.weights(), 0)
 
 
-def test_update_norm_is_that_of_the_change_of_all_weights():
-    one, share = engine(), batch(minibatches=1)
-    stats = one.train_step(share, one.logprobs(share))
-    change = sum(((values - weights()[name].numpy()) ** 2).sum() for name, values in one.weights().items()) ** 0.5
-    assert stats.update_norm == pytest.approx(change, rel=1e-4)
-
-
 def test_norms_of_millions_of_elements_are_right():
     spec = replace(SPEC, vocab_size=2**18)
     one = TorchEngine(spec, weights(spec), TRAINING, AlgorithmConfig())
@@ -276,12 +150,6 @@ def test_norms_of_millions_of_elements_are_right():
     assert change == pytest.approx(float((one.flat - before).double().norm()), rel=1e-7)
 
 
-def test_sum_of_squares_takes_parts_of_any_shape_and_precision():
-    parts = [torch.full((2**21,), 0.5), torch.ones(3, 5).T, torch.empty(0), torch.full((7,), 2.0, dtype=torch.bfloat16)]
-    assert sum_of_squares(parts) == pytest.approx(2**19 + 15 + 28, rel=1e-6)
-    assert sum_of_squares([]) == 0
-
-
 def test_log_probabilities_that_are_not_finite_raise():
     one = engine()
     state = one.state()
@@ -289,21 +157,6 @@ def test_log_probabilities_that_are_not_finite_raise():
     one.load_state(state)
     with pytest.raises(DivergenceError, match="proximal log-probabilities of step 1 are not finite"):
         one.logprobs(batch())
-
-
-def test_masked_completions_have_no_effect():
-    """A minibatch without loss tokens is no update, and what a masked completion holds does not matter."""
-    group = replace(payload(5), truncated=np.array([True, False, True, False]))
-    all_cut = replace(payload(6), truncated=np.ones(GROUP_SIZE, bool))
-    advantages = np.array([[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, 2.0]])
-    payloads = {0: group, 1: all_cut}
-    share = build_batch(1, whole(payloads, [0], [1]), payloads, advantages, capacity=64, mask_truncated=True)
-    garbage = np.where(share.loss_mask, share.advantages, np.nan)
-    one, other = engine(), engine()
-    stats = one.train_step(share, one.logprobs(share))
-    assert (stats.updates, stats.loss_tokens) == (1, share.loss_tokens[0])
-    assert other.train_step(replace(share, advantages=garbage), other.logprobs(share)) == stats
-    assert_close(one.weights(), other.weights(), 0)
 
 
 @pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
@@ -385,34 +238,6 @@ def test_train_inference_kl_is_measured_where_the_version_has_sampled():
         int(share.loss_mask[start:].sum()),
     )
     assert one.train_inference_kl(share, one.weights(), 4) == (0.0, 0)
-
-
-def test_standard_measures_the_train_inference_kl_before_its_first_update_only():
-    one, share = engine(algorithm=STANDARD), batch()
-    stats = one.train_step(share, None)
-    assert stats.updates == 2
-    assert one.train_step(batch(step=1), None).train_inference_kl != stats.train_inference_kl
-    stale = replace(share, versions=share.versions - 1)
-    assert engine(algorithm=STANDARD).train_step(stale, None).train_inference_kl is None
-
-
-@pytest.mark.parametrize("minibatches", [2, 5])
-def test_two_ranks_give_what_one_rank_gives(minibatches: int, tmp_path: Path):
-    """Five minibatches of one group each leave one rank without work in every minibatch; it must still take part."""
-    output = tmp_path / "output"
-    ranks = [forked.start(run_rank, rank, 2, minibatches, 3, tmp_path, output=output) for rank in range(2)]
-    for rank in ranks:
-        rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0, 0], output.read_text()
-    saved = [dict(np.load(tmp_path / f"rank-{rank}.npz")) for rank in range(2)]
-    reports = [eval(str(arrays.pop("stats")), {"StepStats": StepStats}) for arrays in saved]
-    assert reports[0] == reports[1]
-    alone = engine()
-    for stats, expected in zip(reports[0], train(alone, range(1, 4), minibatches=minibatches), strict=True):
-        assert numbers(stats) == pytest.approx(numbers(expected), rel=1e-4)
-    assert_close(alone.weights(), saved[0], 1e-4)
-    for name, values in saved[0].items():
-        assert values.tobytes() == saved[1][name].tobytes(), name
 
 
 def test_a_rank_starts_without_torchs_compiler():

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from areal_core.training.batching.packing import Block, pack
+from areal_core.training.batching.packing import Block
 from areal_core.training.model import attention
 from areal_core.training.model.attention import attention_by_block, bounds, causal_attention, causal_kernel
-from areal_core.training.model.forward import completion_logprobs
-from tests.support.training import SPEC, weights
 
 BLOCKS = (Block(3, 2), Block(1, 5), Block(2, 7))  # 25 tokens
 
@@ -25,53 +21,31 @@ def packed_heads(heads: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(25, count, 8, generator=generator, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """By definition, sequence by sequence and head by head; knows nothing but where sequences begin."""
-    assert starts.dtype == torch.int32
-    assert longest == int(starts.diff().max())
-    shared = query.shape[1] // key.shape[1]
-    outputs = []
-    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-        heads = []
-        for head in range(query.shape[1]):
-            q, k, v = query[start:end, head], key[start:end, head // shared], value[start:end, head // shared]
-            scores = (q @ k.T / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
-            heads.append(scores.softmax(-1) @ v)
-        outputs.append(torch.stack(heads, dim=1))
-    return torch.cat(outputs)
+def varlen_attn(takes_groups: bool) -> Any:
+    """torch's kernel, of 2.13 or of 2.11, which knows no `enable_gqa`: the calls that they take."""
 
+    def of_torch_2_11(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+                      max_k: int, *, window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
+        assert key.shape[1] == query.shape[1]
+        return of_torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
 
-def of_torch_2_11(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-                  *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
-    assert (window_size, cu_seq_q.data_ptr(), max_q) == ((-1, 0), cu_seq_k.data_ptr(), max_k)
-    assert key.shape[1] == query.shape[1]
-    return reference(query, key, value, cu_seq_q, max_q)
+    def of_torch_2_13(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k:
+                      int, *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:  # fmt: skip
+        assert (window_size, max_q, max_k) == ((-1, 0), 7, 7)
+        assert cu_seq_q.tolist() == cu_seq_k.tolist() == [0, 2, 4, 6, 11, 18, 25]
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return attention_by_block(query, key, value, BLOCKS)
 
-
-def of_torch_2_13(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-                  *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    assert (window_size, cu_seq_q.data_ptr(), max_q) == ((-1, 0), cu_seq_k.data_ptr(), max_k)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    return reference(query, key, value, cu_seq_q, max_q)
-
-
-KERNELS = [of_torch_2_11, of_torch_2_13]
-
-
-def use(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any) -> None:
-    monkeypatch.setattr(attention, "has_kernel", lambda query: True)
-    monkeypatch.setattr(attention, "_kernel", lambda: causal_kernel(varlen_attn))
+    return of_torch_2_13 if takes_groups else of_torch_2_11
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("varlen_attn", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_the_kernel_computes_what_one_call_a_length_does(
-    varlen_attn: Any, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("takes_groups", [False, True])
+def test_the_kernel_gets_all_sequences_at_once(takes_groups: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch):
     inputs = packed_heads(4, kv_heads)
     expected = attention_by_block(*inputs, BLOCKS)
-    use(monkeypatch, varlen_attn)
+    monkeypatch.setattr(attention, "has_kernel", lambda query: True)
+    monkeypatch.setattr(attention, "_kernel", lambda: causal_kernel(varlen_attn(takes_groups)))
     got = causal_attention(*inputs, BLOCKS)
     torch.testing.assert_close(got, expected)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -101,14 +75,3 @@ def test_the_installed_kernel_takes_these_arguments(kv_heads: int):
     else:  # torch 2.11: a key and a value for every query head
         assert call["key"].shape == call["value"].shape == call["query"].shape
     assert (call["max_q"], call["max_k"]) == (7, 7)
-
-
-def test_a_whole_model_over_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    spec = replace(SPEC, head_dim=8)
-    lengths, prompts = np.array([4, 7, 4, 12]), np.array([1, 3, 2, 5])
-    tokens = np.random.default_rng(0).integers(0, SPEC.vocab_size, lengths.sum()).astype(np.int32)
-    packed = pack(tokens, lengths, prompts, [2, 0, 3, 1])
-    expected, _ = completion_logprobs(spec, weights(spec), packed)
-    use(monkeypatch, of_torch_2_13)
-    got, _ = completion_logprobs(spec, weights(spec), packed)
-    torch.testing.assert_close(got, expected)
