@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_core.config.schema import RunConfig
@@ -161,33 +160,6 @@ def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, st
         own = [span for node in nodes for span in read_timeline(node.copy(run).timeline)]
         assert own
         assert [span for span in spans if span.process == f"generation-{index}"] == own
-
-
-@pytest.mark.nightly
-def test_a_machine_that_trains_is_replaced(tmp_path: Path, start: Start) -> None:
-    launch, training = LAUNCH | {"remote_roles": "both"}, {"ranks": 2, "hosts": 2, "steps": 24}
-    config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
-    with Launched(config, "apart") as run:
-        second, servers = start(run, "trainer", "--node", 1), start(run, "generation")
-        run.until_step(7)  # then the checkpoint of step 3 is complete: that of step 6 has waited for it
-        ranks = [run.pid("trainer", rank) for rank in range(2)]
-        assert ranks[0] in [one.pid for one in psutil.Process(run.launcher.pid).children(recursive=True)]
-        assert ranks[1] in second.processes()
-        second.process.send_signal(signal.SIGTERM)
-        assert second.ended() == (143, "areal: stopped")
-        again = start(run, "trainer", "--node", 1)  # another machine, with a folder of its own
-        summary = run.finished()
-        for node in (servers, again):
-            assert node.ended() == (0, "run apart has ended")
-    assert summary.steps == 24
-    assert "resumed from the checkpoint of step" in (run.run.logs / "node-1.log").read_text()
-    trained = {
-        span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
-    }
-    assert trained == set(range(1, 25))
-    for node in (second, again):  # their parts of groups came past the controller
-        assert not node.copy(run).payloads.exists()
-    assert not any("the controller is asked for it" in log.read_text() for log in run.run.logs.glob("node-1.log*"))
 
 
 def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:

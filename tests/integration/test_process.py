@@ -68,24 +68,6 @@ def test_lifeline_alone_ends_the_child_even_one_that_ignores_sigterm(prelude: st
     assert ends(child)
 
 
-def test_a_pool_worker_is_killed_with_its_parent() -> None:
-    worker = f"from areal_core.launch import process; {IGNORE_TERM}; process.die_with_parent(); {TIED}"
-    parent, child = start_family(worker, lifeline=False)
-    parent.kill()
-    parent.wait()
-    assert ends(child)
-
-
-def test_lifeline_that_ended_before_the_child_looked() -> None:
-    read_end, write_end = os.pipe()
-    env = dict(os.environ, AREAL_LIFELINE=f"{read_end}:{os.fstat(read_end).st_ino}")
-    os.close(write_end)
-    code = "from areal_core.launch import process; process.adopt(); import time; time.sleep(600)"
-    child = subprocess.run([sys.executable, "-c", code], env=env, pass_fds=(read_end,), timeout=PATIENCE_S, check=False)
-    os.close(read_end)
-    assert child.returncode == -signal.SIGTERM
-
-
 def test_lifeline_fds_refuses_a_number_that_means_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(process.LIFELINE, raising=False)
     assert process.lifeline_fds() == ()

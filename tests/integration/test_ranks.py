@@ -159,36 +159,11 @@ def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone
         assert ranks.started[rank].exitcode == 0
 
 
-@pytest.mark.nightly
-def test_lost_rendezvous_delays_no_error(ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    place = where(rendezvous, tmp_path)
-    for rank in range(2):
-        ranks.start(rank, 2, where=place)
-    assert ranks.lines(0) == ranks.lines(1) == ["sum 1.0 2.0 max 1"]
-    ranks.signal(1, signal.SIGSTOP)
-    rendezvous.send_signal(signal.SIGSTOP)
-    ranks.go()
-    assert ranks.error(0) == "rank 0 has lost the rendezvous and, in all_reduce 3, the other ranks"
-
-
 def test_rendezvous_of_ranks(tmp_path: Path) -> None:
     assert rendezvous_of_ranks({}, tmp_path) == tmp_path / "rendezvous-0"
     assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
     by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
     assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"
-
-
-@pytest.mark.nightly
-def test_ranks_wait_for_one_that_waits_for_the_store(
-    ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    place = where(rendezvous, tmp_path)
-    for rank in range(2):
-        ranks.start_meeting(rank, 2, where=place)
-    assert ranks.lines(1) == ["here"]
-    time.sleep(1.5 * TIMEOUT_S)  # which no collective waits
-    ranks.go()
-    assert ranks.lines(0, 2)[1] == ranks.lines(1, 2)[1] == "sum 1.0 2.0"
 
 
 @pytest.mark.nightly

@@ -164,20 +164,6 @@ def test_resume_makes_a_damaged_version_again(config: RunConfig) -> None:
     assert "taken out" not in output  # no server was given it
 
 
-@pytest.mark.nightly
-def test_groups_wait_until_every_damaged_version_is_made_again(config: RunConfig) -> None:
-    """Those in flight were admitted for the newest one; whatever an older one sampled for them would be too old."""
-    config = replace(config, training=replace(config.training, steps=12, checkpoint_every=6))
-    with Launched(config, "r") as run:
-        run.until_step(9)
-    for file in run.run.weights.glob("v*/model.safetensors"):
-        file.write_bytes(b"")
-    with Launched(config, "r") as run:
-        assert run.end() == 0, run.output()
-        assert "is damaged: " in run.output()
-    assert read_summary(run.run).staleness_max <= config.max_staleness
-
-
 @pytest.mark.recovery
 @pytest.mark.parametrize(
     ("file", "elsewhere"),

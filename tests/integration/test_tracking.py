@@ -103,28 +103,6 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert "responds again" in log
 
 
-@pytest.mark.nightly
-def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: Server, tmp_path: Path) -> None:
-    """What it was sent meanwhile lies in its socket: it takes that when it goes on, and gets the same again."""
-    run = Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}), flush_timeout_s=8.0)
-    forwarder = run.forward()
-    run.log(range(10))
-    until(lambda: run.outbox.unsent() == 0, "the first points")
-    server.signal(signal.SIGSTOP)
-    try:
-        run.log(range(10, 500))
-        run.outbox.end("FINISHED")
-        _, log = forwarder.communicate(timeout=240)
-    finally:
-        server.signal(signal.SIGCONT)
-
-    assert forwarder.returncode == 0, log
-    assert "no response in time" in log
-    assert "gave up after 8 s (tracking.flush_timeout_s) with 980 items unsent" in log
-    assert run.forward_here()
-    assert server.held(tracking_id(run)) == expected(range(500))
-
-
 @pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
 @pytest.mark.nightly
 def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
