@@ -2,16 +2,15 @@
 
 import asyncio
 import dataclasses
-import socket
 
 import aiohttp
 import numpy as np
 import pytest
 
-from areal_core.errors import GenerationError, ServerLostError
+from areal_core.errors import ServerLostError
 from areal_core.generation.client import GenerationClient
 from tests.support.generation import LLAMA_GQA, request
-from tests.support.live_servers import SEEDS, SLOTS, get, post, publish, serving, start, until
+from tests.support.live_servers import SEEDS, SLOTS, get, post, publish, serving, until
 
 # vLLM has no attention for heads this small.
 SPEC = dataclasses.replace(LLAMA_GQA, context=32768, eos_token_ids=(1,))
@@ -59,14 +58,6 @@ async def test_an_update_that_waits_for_running_completions_does_not_wait_for_ot
         published.reference.check(asked, completion)
 
 
-async def test_an_id_is_served_once_at_a_time(client):
-    first = asyncio.ensure_future(client.complete(request(max_tokens=LONG, stop_token_ids=())))
-    await until(client, lambda load: load.running == 1)
-    with pytest.raises(GenerationError, match="already being served"):
-        await client.complete(request())
-    assert not first.done()
-
-
 async def test_the_other_routes(client, http):
     async with http.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
@@ -90,25 +81,6 @@ async def test_the_other_routes(client, http):
         lines = (await response.text()).splitlines()
     assert f"areal_generation_generated_tokens {load.generated_tokens}" in lines
     assert "areal_generation_weight_version 8" in lines
-
-
-def test_a_model_that_does_not_load_is_one_line_and_status_2(tmp_path):
-    process = start("embedded", tmp_path / "nowhere", tmp_path / "ready.json")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 2
-    assert errors.count("\n") == 1
-    assert str(tmp_path / "nowhere") in errors
-    assert not (tmp_path / "ready.json").exists()
-
-
-def test_a_port_in_use_is_one_line_that_names_it_and_status_2(published, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = start("embedded", published.base, tmp_path / "ready.json", "--port", str(port))
-        _, errors = process.communicate(timeout=240)
-    assert process.returncode == 2
-    assert errors.count("\n") == 1
-    assert f"127.0.0.1:{port}" in errors
 
 
 async def test_sigterm_fails_running_requests_and_ends_with_status_0(published, tmp_path):

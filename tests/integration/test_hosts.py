@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
-from tests.faults.learning import learning
 from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
@@ -190,44 +188,6 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
     here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
     assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
-
-
-@pytest.mark.nightly
-def test_what_is_generated_and_judged_elsewhere_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
-    """Also where reward workers come, die and leave."""
-
-    def config(machine: str, remote_roles: str) -> RunConfig:
-        return learning(
-            tmp_path / machine,
-            mode="sync",
-            training={"steps": 40},
-            generation={"servers": 1, "deterministic": True},
-            launch=LAUNCH | {"remote_roles": remote_roles},
-        )
-
-    with Launched(config("one", "none"), "alone") as run:
-        alone = Path(run.finished().model_url, "model.safetensors").read_bytes()
-    with Launched(config("head", "generation"), "apart") as run:
-        servers, stays = start(run, "generation"), start(run, "rewards", "--workers", 2)
-        leaves = start(run, "rewards", "--first", 2, "--workers", 1)
-        killed, _ = run.pid("rewards", 1), run.pid("rewards", 3)
-        run.until_step(2)
-        os.kill(killed, signal.SIGKILL)
-        run.pid("rewards", 1, but=killed)
-        leaves.process.send_signal(signal.SIGUSR1)
-        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
-        since = time.time()
-        run.until_step(run.step() + 2)
-        summary = run.finished()
-        for node in (servers, stays):
-            assert node.ended() == (0, "run apart has ended")
-    assert Path(summary.model_url, "model.safetensors").read_bytes() == alone
-    assert "rewards-1 was killed by SIGKILL: restart 1 of 2" in stays.output.read_text()
-    judged = [span for span in read_timeline(run.run.timeline) if span.kind == "score"]
-    assert {span.process for span in judged} == {f"rewards-{place}" for place in range(4)}
-    assert {span.process for span in judged if span.start_s > since} == {f"rewards-{place}" for place in range(3)}
-    assert "tokenizer.json" in (there := {file.name for file in (stays.copy(run).root / "model").iterdir()})
-    assert "model.safetensors" not in there
 
 
 def test_a_launcher_that_is_killed_ends_the_nodes(tmp_path: Path, start: Start) -> None:

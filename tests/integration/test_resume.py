@@ -19,7 +19,6 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec
-from areal_core.models.tensorfile import write_tensors
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
@@ -96,17 +95,12 @@ def _newest(config: RunConfig) -> int | None:
     return None if (found := checkpoint.newest(_store(config))) is None else found.step
 
 
-@pytest.fixture
-def adapted(config: RunConfig) -> RunConfig:
-    """Its policy is too weak for rewards to differ; its entropy gives it a gradient."""
-    training = replace(config.training, lora=LoraConfig(rank=2))
-    return replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
-
-
 @pytest.mark.nightly
-def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> None:
+def test_a_run_with_an_adapter_goes_on_on_a_new_machine(config: RunConfig) -> None:
     """Its version comes from the checkpoint, and what it adds to from the base model that is there. The final model is
-    that with the adapter beside it."""
+    that with the adapter beside it. The policy is too weak for rewards to differ; its entropy gives it a gradient."""
+    training = replace(config.training, lora=LoraConfig(rank=2))
+    adapted = replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
     run = killed(adapted, 4)
     shutil.rmtree(run.root)
     assert "restored the ledger from the checkpoint of step" in finished(adapted)
@@ -118,22 +112,6 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> N
     final, whole = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
     assert all((final[name] == array).all() for name, array in whole.items())
     assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
-
-
-@pytest.mark.nightly
-def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None:
-    run = killed(adapted, 4)
-    file = Path(run.info().model_path) / "model.safetensors"
-    weights = read_arrays(file, read_spec(file.parent))
-    write_tensors(file, {name: array + 1 for name, array in weights.items()})
-    with Launched(adapted, "r") as resumed:
-        assert resumed.end() == 2
-        assert "model.path: the checkpoint of step" in resumed.output()
-        assert "is an adapter to a model with digest" in resumed.output()
-    shutil.rmtree(run.root)
-    with Launched(adapted, "r") as resumed:  # on a new machine
-        assert resumed.end() == 2
-        assert "is an adapter to a model with digest" in resumed.output()
 
 
 @pytest.mark.nightly
@@ -168,8 +146,7 @@ def test_resume_makes_a_damaged_version_again(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("file", "elsewhere"),
     [
-        pytest.param(checkpoint.WEIGHTS, False, marks=pytest.mark.nightly, id="weights"),
-        pytest.param(checkpoint.OPTIMIZER, True, id="optimizer, on a new machine"),
+        pytest.param(checkpoint.OPTIMIZER, False, id="optimizer"),
         pytest.param("ledger", True, marks=pytest.mark.nightly, id="ledger, on a new machine"),
     ],
 )

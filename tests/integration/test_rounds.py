@@ -107,15 +107,6 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
     assert rendezvous.agents[0].poll() is None
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
-    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
-    line = "--node: two machines say that they are number 0"
-    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
-    assert not any(works(output) for output in outputs)
-
-
 class Command:
     """As a pickle: a command of a shell."""
 
@@ -135,3 +126,12 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Ren
     assert rendezvous.agents[0].wait(PATIENCE_S) == 1
     assert "the state of the rendezvous was not written by an agent of this run" in output.read_text()
     assert not (tmp_path / "taken-over").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
+    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
+    line = "--node: two machines say that they are number 0"
+    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
+    assert not any(works(output) for output in outputs)

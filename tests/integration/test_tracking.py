@@ -158,16 +158,6 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     assert client.get_run(tracking_id(run)).info.status == "FAILED"
 
 
-def test_orphan_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
-    code = f"import subprocess, sys; subprocess.run([sys.executable, *{run.command!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    until(run.folder.ready_file("tracker").exists, "the forwarder")
-    parent.kill()
-    parent.wait()
-
-    until(lambda: client.get_run(tracking_id(run)).info.status == "KILLED", "the run to be marked as killed", 15)
-
-
 def test_documents_are_shown(
     server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,24 +182,6 @@ def test_documents_are_shown(
     data = client.get_run(run_id).data
     assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
     assert (data.params["late"], data.tags["git"]) == ("1", "abc")
-
-
-def test_start_run_records_the_configuration(
-    server: Server, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
-    config = load({}).to_dict()
-
-    run_id = start_run(server.uri, "areal", "cpu-async", {"areal.git": "abc"}, config)
-
-    run = client.get_run(run_id)
-    assert (run.info.status, run.info.run_name, run.data.tags["areal.git"]) == ("RUNNING", "cpu-async", "abc")
-    assert client.get_experiment(run.info.experiment_id).name == "areal"
-    assert run.data.params["algorithm.group_size"] == "16"
-    assert run.data.params["model.path"] == "None"
-    saved = Path(client.download_artifacts(run_id, "config.json", str(tmp_path)))
-    assert json.loads(saved.read_text()) == config
 
 
 def test_database_behind_a_server_is_refused(server: Server) -> None:

@@ -53,14 +53,6 @@ def _children(up: Up, parent: Run) -> dict[str, Run]:
     return {str(run.info.run_name): run for run in found}
 
 
-def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
-    deployment = up.deployment(DEPLOYMENT)
-    assert deployment.entrypoint == "flows/compare.py:areal_compare"
-    assert deployment.work_pool_name == "areal-local"
-    properties = deployment.parameter_openapi_schema["properties"]
-    assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
-
-
 def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     folder = up.state / "comparisons" / "first"
@@ -170,17 +162,3 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     up.until("the comparison's run is killed", lambda: _parent(up, name).info.status == "KILLED")
     children = _children(up, _parent(up, name))
     assert [run.info.status for run in children.values()] == ["KILLED"]
-
-
-def test_wrong_arm_ends_compare_before_anything_starts(tmp_path: Path) -> None:
-    ran = _compare(tmp_path, "--arm", "sync: mode=sync", "--arm", "async-2: rollout.max_stalenes=2")
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines() == [
-        "areal: error: arms.async-2: rollout.max_stalenes: no such field; did you mean rollout.max_staleness?"
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_seeds_are_refused(up: Up) -> None:
-    with pytest.raises(Exception, match="seeds"):
-        up.start(DEPLOYMENT, seeds=[])
