@@ -130,38 +130,36 @@ def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(conf
 
 
 @pytest.mark.recovery
-def test_resume_makes_a_damaged_version_again(config: RunConfig) -> None:
+def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damaged_one(config: RunConfig) -> None:
     run = killed(config, 4)
     with closing(TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)) as ledger:
-        newest = ledger.versions.newest()  # the folder may hold one more, that was not announced any more
-    assert newest is not None
-    file = Path(newest.path) / "model.safetensors"
-    file.write_bytes(_flipped(file.read_bytes()))
+        version = ledger.versions.newest()  # the folder may hold one more, that was not announced any more
+    assert version is not None
+    newest = _damaged(config, checkpoint.OPTIMIZER)
+    weights = Path(version.path) / "model.safetensors"
+    weights.write_bytes(_flipped(weights.read_bytes()))
     output = finished(config)
-    assert f"version {newest.version} is damaged: " in output
+    assert f"version {version.version} is damaged: " in output
     assert "taken out" not in output  # no server was given it
+    assert f"{newest.folder}/{checkpoint.OPTIMIZER} is damaged" in output
+    assert f"resumed from the checkpoint of step {newest.step - 2}" in output
 
 
-@pytest.mark.recovery
-@pytest.mark.parametrize(
-    ("file", "elsewhere"),
-    [
-        pytest.param(checkpoint.OPTIMIZER, False, id="optimizer"),
-        pytest.param("ledger", True, marks=pytest.mark.nightly, id="ledger, on a new machine"),
-    ],
-)
-def test_resume_takes_the_checkpoint_before_a_damaged_one(config: RunConfig, file: str, elsewhere: bool) -> None:
+@pytest.mark.nightly
+def test_resume_on_a_new_machine_takes_the_checkpoint_before_one_whose_ledger_is_damaged(config: RunConfig) -> None:
     run = killed(config, 4)
+    newest = _damaged(config, None)
+    shutil.rmtree(run.root)
+    assert f"resumed from the checkpoint of step {newest.step - 2}" in finished(config)
+
+
+def _damaged(config: RunConfig, file: str | None) -> checkpoint.CheckpointInfo:
+    """The newest checkpoint, of which a file, or its ledger, is damaged now."""
     newest = checkpoint.newest(_store(config))
     assert newest is not None
-    file = newest.ledger if file == "ledger" else file
-    at = Path(config.storage.url) / "runs" / "r" / newest.folder / file
+    at = Path(config.storage.url) / "runs" / "r" / newest.folder / (file or newest.ledger)
     at.write_bytes(_flipped(at.read_bytes()))
-    if elsewhere:
-        shutil.rmtree(run.root)
-    output = finished(config)
-    assert f"{newest.folder}/{file} is damaged" in output
-    assert f"resumed from the checkpoint of step {newest.step - 2}" in output
+    return newest
 
 
 @pytest.mark.nightly

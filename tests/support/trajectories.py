@@ -50,7 +50,7 @@ def audited(state: Path, *, servers: int, interruption: str, steps: int, **group
         "training": {"steps": steps, "learning_rate": 5e-3, "weight_decay": 0.5, "checkpoint_every": steps},
         "evaluation": {"every": steps},
     }
-    merged = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
+    merged: dict[str, Any] = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
     return tiny(state, mode="async", **merged)
 
 
