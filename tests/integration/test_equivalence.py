@@ -26,7 +26,7 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
         mode=mode,
         storage={"url": str(root / mode)},
         model={"hidden_size": 32, "layers": 2, "intermediate_size": 64},
-        warmup={"worked_steps": 60, "direct_steps": 10},
+        warmup={"worked_steps": 60, "worked_batch": 16, "direct_steps": 10},
         task={"held_out": 16, "max_new_tokens": 112},
         generation={"servers": 1, "slots": 16, "deterministic": True},
         rollout={"max_staleness": 0, "retain": "all"},
