@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness
-from tests.faults import books, messages, objects, outages, power_offs, processes, stack
+from tests.faults import messages, objects, outages, power_offs, processes, stack
 from tests.faults.checker import Findings, totals
 from tests.faults.points import POINTS, Point
 from tests.support import radosgw
@@ -108,18 +108,16 @@ class Chaos:
         while self.power_offs < wanted and turn < wanted:
             losses = min(_LOSSES_A_RUN, wanted - self.power_offs)
             found = power_offs.lose_power(self._folder / f"power-{turn}", self._seed + turn, losses)
-            self.power_offs += found.losses
-            self._note(f"power, run {turn}: {found.losses} losses", found.findings)
+            self.power_offs += found.faults.total()
+            self._note(f"power, run {turn}: {found.faults.total()} losses", found.findings)
             turn += 1
 
     def objects(self) -> None:
-        """Stores and files, in this process."""
+        """A store that fails, in this process."""
         for turn in range(30 if self._short else 120):
-            stored = objects.strike(self._folder / f"objects-{turn}", self._seed + turn)
-            kept = books.strike(self._folder / f"books-{turn}", self._seed + turn)
-            self.object_faults += stored.faults + kept.faults
-            for found in (stored, kept):
-                self._note(None, found.findings)
+            found = objects.strike(self._folder / f"objects-{turn}", self._seed + turn)
+            self.object_faults += found.faults
+            self._note(None, found.findings)
         _harness.tell(f"objects: {dict(self.object_faults)}")
 
     def messages(self) -> None:

@@ -102,28 +102,9 @@ def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
         run.finished()
 
 
-def test_a_rank_that_dies_takes_its_gang_along(state: Path) -> None:
-    with Launched(tiny(state, training={"ranks": 2, "steps": 6}), "gang") as run:
-        ranks = [run.pid("trainer", rank) for rank in range(2)]
-        run.until_step(4)
-        os.kill(ranks[1], signal.SIGKILL)
-        run.finished()
-        assert "trainer-1 was killed by SIGKILL: restart 1 of 2" in run.output()
-        assert all(run.last_pid("trainer", rank) != ranks[rank] for rank in range(2))
-
-
 def test_a_launcher_that_is_told_to_stop_while_it_makes_the_base_model(state: Path) -> None:
     with Launched(tiny(state, warm=False, warmup={"worked_steps": 100_000}), "warming") as run:
         run.wait_for("the warm-up is under way", lambda: "completions, step 200 of" in run.output())
         run.launcher.send_signal(signal.SIGINT)
         assert run.end() == 130
         assert not run.run.root.exists()
-
-
-def test_a_store_that_can_be_written_no_more_ends_the_run(state: Path) -> None:
-    config = tiny(state, training={"steps": 40}, launch={"restarts": 0}, storage={"url": str(state / "lost")})
-    with Launched(config, "store") as run:
-        run.until_step(1)
-        (state / "lost").rename(state / "moved")
-        (state / "lost").touch()
-        assert re.search(r"trainer-0 exited with code 1; .*storage\.url: can't write .*: Not a directory", run.failed())

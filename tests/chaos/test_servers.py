@@ -60,29 +60,3 @@ def test_one_of_three_servers_is_killed_or_hangs_and_comes_back(
         assert run.output().count(said) == 1
         check_the_loss(run, 1)
         check_trajectories(run, published)
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm; see `make test-vllm`")
-def test_one_of_two_vllm_servers_is_killed_and_comes_back(state: Path) -> None:
-    config = audited(
-        state,
-        servers=2,
-        interruption="recompute",
-        steps=VLLM_STEPS,
-        generation={"engine": "vllm", "slots": 64, "vllm": {"python": str(VLLM_PYTHON)}},
-        launch={"start_timeout_s": 300.0},
-    )
-    with Launched(config, "vllm", timeout_s=300.0) as run, PublishedWeights(run) as published:
-        parent = run.pid("generation", 1)
-        (server,) = run.children(parent)
-        run.until_step(5)
-        until_it_decodes(run, 1)
-        os.kill(server, signal.SIGKILL)
-        has_come_back(run, 1, but=parent)
-        run.finished()
-        # By itself, or by the launcher, which the controller told first.
-        ends = re.findall(r"generation-1 (was killed by SIGKILL|exited with code 1): restart 1 of 2", run.output())
-        assert len(ends) == 1
-        check_the_loss(run, 1)
-        check_trajectories(run, published)

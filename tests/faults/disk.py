@@ -5,9 +5,8 @@ the log is read, and an *image* of the folder is made: all that was synced befor
 seeded choice, some, all or none. Files keep or lose whole writes, or 4 KiB blocks of them; names (creations, renames,
 removals) that no sync of their folder covers are kept or lost, too.
 
-Syncing a file does not sync its name. Two kinds of file system are told apart by what becomes of names above: on a
-`strict` one only what POSIX promises is kept, a folder's own name belongs to the folder above it; on others, ext4, xfs
-and btrfs among them, whoever syncs a file or a folder finds the folders above it as well.
+Syncing a file does not sync its name. As on ext4, xfs and btrfs, whoever syncs a file or a folder finds the folders
+above it as well.
 """
 
 from __future__ import annotations
@@ -117,18 +116,18 @@ class Disk:
         found = [record for file in self._logs.glob("*.log") for record in _read(file.read_bytes())]
         return sorted(found, key=lambda record: record.sequence)
 
-    def image(self, target: Path, cut: int, seed: int, *, strict: bool = False) -> None:
+    def image(self, target: Path, cut: int, seed: int) -> None:
         """Write what the disk may hold when power is lost after record `cut` to the new folder `target`."""
         tree = self._before.copy()
         for record in self.records():
             if record.sequence <= cut:
-                tree.apply(record, strict=strict)
+                tree.apply(record)
         tree.write(target, random.Random(seed))
 
-    def lose_power(self, cut: int, seed: int, *, strict: bool = False) -> None:
+    def lose_power(self, cut: int, seed: int) -> None:
         """Put an image in the place of the folder itself, in which nothing may run any more."""
         image = self.root.with_name(f"{self.root.name}.image")
-        self.image(image, cut, seed, strict=strict)
+        self.image(image, cut, seed)
         shutil.rmtree(self.root)
         image.rename(self.root)
 
@@ -259,17 +258,17 @@ class _Tree:
 
     # -- while there is power --------------------------------------------------------------------------------------
 
-    def apply(self, record: Record, *, strict: bool) -> None:
+    def apply(self, record: Record) -> None:
         if record.op is Op.WRITE:
             change = _Change(record.sequence, record.a, record.data, bool(record.b))
             self._file(record.inode).changes.append(change)
         elif record.op is Op.TRUNCATE:
             self._file(record.inode).changes.append(_Change(record.sequence, record.a, None, synced=False))
         elif record.op is Op.SYNC:
-            self._sync(self._number(record.inode), record.start, strict=strict)
+            self._sync(self._number(record.inode), record.start)
         elif record.op is Op.SYNC_ALL:
             for number in (*self._files, *self._live):
-                self._sync(number, record.start, strict=strict)
+                self._sync(number, record.start)
         else:
             self._rename(record)
 
@@ -304,14 +303,12 @@ class _Tree:
             self._files.setdefault(number, _File())
         return _Naming(record.sequence, None, (folder, name, number))
 
-    def _sync(self, number: int, start: int, *, strict: bool) -> None:
+    def _sync(self, number: int, start: int) -> None:
         if number in self._files:
             self._files[number].sync(start)
         else:
             for naming in self._namings:
                 naming.synced = naming.synced or (naming.touches(number) and naming.sequence <= start)
-        if strict:
-            return
         path = self._above(number)
         for naming in self._namings:
             if naming.sequence <= start and naming.put is not None and naming.put[2] in path:

@@ -11,7 +11,6 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from areal_core.storage import checkpoint
 from areal_core.storage.folder import Folder
 from areal_core.storage.objects import Storage
 from areal_core.storage.patience import Attempt, Clock, Patience
-from tests.faults.checker import Findings
+from tests.faults.checker import Outcome
 
 KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "twice", "flapping")
 _SILENT = ("cut short", "flipped", "missing")  # the caller is told that all went well
@@ -29,15 +28,6 @@ _EVERY = 2  # steps between two checkpoints
 _KEPT = 3
 _TRIES = 100  # of a resume under faults, at most
 _BURST = 6  # calls in a row that a flapping store fails, at most
-
-
-@dataclass(slots=True)
-class Stored:
-    """One run's checkpoints: the faults that befell them, and what came of it."""
-
-    seed: int
-    faults: Counter[str] = field(default_factory=Counter[str])
-    findings: Findings = field(default_factory=Findings)
 
 
 class FaultyFiles(Folder):
@@ -140,7 +130,7 @@ class _Run:
     """A run as its store sees it: what it saves, and what it goes on from."""
 
     def __init__(self, folder: Path, seed: int, *, probability: float) -> None:
-        self.result = Stored(seed)
+        self.result, self._seed = Outcome(), seed
         self._chance = random.Random(seed)
         self._root = folder / "store"
         self._scratch = folder / "scratch"
@@ -159,7 +149,7 @@ class _Run:
     def _sleep(self, seconds: float) -> None:
         self._time += seconds
 
-    def run(self, checkpoints: int) -> Stored:
+    def run(self, checkpoints: int) -> Outcome:
         step = 0
         for _ in range(checkpoints):
             step += _EVERY
@@ -173,7 +163,7 @@ class _Run:
 
     def _content(self, step: int) -> dict[str, bytes]:
         """The files of a step: the same whenever they are made."""
-        chance = random.Random(f"{self.result.seed} {step}")
+        chance = random.Random(f"{self._seed} {step}")
         return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.WEIGHTS, _LEDGER)}
 
     def _save(self, step: int) -> None:
@@ -208,7 +198,7 @@ class _Run:
                 if attempt == _TRIES - 1:
                     if all(map(self._damaged, self._committed)):
                         break  # rightly refused: there were some, and none is whole
-                    self.result.findings.unresumable.append(f"seed {self.result.seed}: {error}")
+                    self.result.findings.unresumable.append(f"seed {self._seed}: {error}")
                     return self._committed[-1] if self._committed else 0
         sound = [step for step in self._committed if not self._damaged(step)]
         self._committed = sound  # the others are set aside, and made again
@@ -217,10 +207,10 @@ class _Run:
         if found is not None:
             self._compare(*found)
         if step < newest and not late:
-            self.result.findings.lost.append(f"seed {self.result.seed}: {newest} was committed, {step} is found")
+            self.result.findings.lost.append(f"seed {self._seed}: {newest} was committed, {step} is found")
         if step < self._freed and sound and not late:
             self.result.findings.unresumable.append(
-                f"seed {self.result.seed}: payloads are freed up to {self._freed}, {step} is found"
+                f"seed {self._seed}: payloads are freed up to {self._freed}, {step} is found"
             )
         return max(step, newest)
 
@@ -229,16 +219,16 @@ class _Run:
         told = (info.extra.get("engine"), info.extra.get(checkpoint.VERSION))
         if {name: path.read_bytes() for name, path in files.items()} != wanted:
             self.result.findings.checkpoints.append(
-                f"seed {self.result.seed}: {info.folder}, of step {info.step} as it says, holds other files"
+                f"seed {self._seed}: {info.folder}, of step {info.step} as it says, holds other files"
             )
         elif told != ({"updates": info.step}, f"{info.step:064d}"):
-            self.result.findings.checkpoints.append(f"seed {self.result.seed}: {info.folder} says {told}")
+            self.result.findings.checkpoints.append(f"seed {self._seed}: {info.folder} says {told}")
 
     def _damaged(self, step: int) -> bool:
         folder = f"{self._root}/{checkpoint.folder_name(step, 0)}/"
         return any(path.startswith(folder) for path in self._files.damaged)
 
 
-def strike(folder: Path, seed: int, *, checkpoints: int = 12, probability: float = 0.12) -> Stored:
+def strike(folder: Path, seed: int, *, checkpoints: int = 12, probability: float = 0.12) -> Outcome:
     """Save this many checkpoints in the new `folder`, under faults."""
     return _Run(folder, seed, probability=probability).run(checkpoints)

@@ -6,12 +6,10 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-from areal_core.config.schema import RunConfig
-from tests.faults.checker import Findings, check
+from tests.faults.checker import Outcome, check
 from tests.faults.disk import Disk
 from tests.faults.history import History
 from tests.faults.learning import learning
@@ -24,73 +22,50 @@ _IMAGES = 8  # of a run that has ended
 _RUN = "r"
 
 
-@dataclass(slots=True)
-class PowerOffs:
-    """One run: what was done to it, and what came of it."""
-
-    seed: int
-    strict: bool
-    losses: int = 0
-    findings: Findings = field(default_factory=Findings)
-    output: str = ""  # of all launchers
-
-
-def config_of(state: Path, seed: int) -> RunConfig:
-    """A run of seconds; the policy of its batches is chosen by the seed."""
-    policy = random.Random(seed).choice(("wait", "drop", "admit"))
-    return learning(
-        state,
-        rollout={"batch_selection": policy},
-        training={"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
-    )
-
-
-def lose_power(folder: Path, seed: int, losses: int, *, strict: bool = False) -> PowerOffs:
+def lose_power(folder: Path, seed: int, losses: int) -> Outcome:
     """Run in the new `folder`, lose power up to `losses` times, at moments and with losses chosen by `seed`, go on each
     time, and check what there is at the end."""
     chance = random.Random(seed)
     state = folder / "state"
     state.mkdir(parents=True)
-    config = config_of(state, seed)
-    result = PowerOffs(seed, strict)
-    history: History | None = None
-    while True:
-        disk = Disk(state, folder / f"disk-{result.losses}")
+    config = learning(
+        state,
+        rollout={"batch_selection": random.Random(seed).choice(("wait", "drop", "admit"))},
+        training={"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
+    )
+    result = Outcome()
+    for number in range(losses + 1):
+        disk = Disk(state, folder / f"disk-{number}")
         history = History(folder / "history.jsonl", state / "runs" / _RUN / "ledger.sqlite", place=disk.now)
-        last = result.losses == losses
         with patch.dict(os.environ, disk.environment()):
             launched = Launched(config, _RUN)
         with launched as run:
-            ended = _until(run, history, None if last else chance)
+            ended = _until(run, history, None if number == losses else chance)
             result.output += run.output()
-        if ended is not None:
-            if ended:
-                result.findings.unresumable.append(
-                    f"after {result.losses} losses the run ended with {ended}: {result.output.splitlines()[-1]}"
-                )
-            break
-        if last:
-            result.findings.unresumable.append(f"after {losses} losses the run did not end in {_RUN_S:g} s")
+        if ended is not None or number == losses:
+            if ended != 0:
+                last = result.output.splitlines()[-1]
+                result.findings.unresumable.append(f"after {number} losses the run ended with {ended}: {last}")
             break
         now = disk.now()
         cut = now if chance.random() < 0.5 else chance.randrange(now + 1)
-        disk.lose_power(cut, chance.randrange(2**31), strict=strict)
+        disk.lose_power(cut, chance.randrange(2**31))
         history.lost_power(cut)
-        result.losses += 1
+        result.faults["power"] += 1
     if not result.findings.unresumable:
         result.findings = check(run.run.root, state / "store" / "runs" / _RUN, history.entries(), steps=STEPS)
-        for ended in _after_the_end(disk, folder, chance, strict=strict):
+        for ended in _after_the_end(disk, folder, chance):
             entries = history.entries()
             result.findings.add(check(ended / "runs" / _RUN, ended / "store" / "runs" / _RUN, entries, steps=STEPS))
     return result
 
 
-def _after_the_end(disk: Disk, folder: Path, chance: random.Random, *, strict: bool) -> Iterator[Path]:
+def _after_the_end(disk: Disk, folder: Path, chance: random.Random) -> Iterator[Path]:
     """What the disk may hold when power is lost once the run has ended: nobody will make anything again."""
     summary = [record.sequence for record in disk.records() if record.data.endswith(b"\0summary.json")]
     for number in range(_IMAGES if summary else 0):
         image = folder / f"ended-{number}"
-        disk.image(image, chance.randrange(max(summary), disk.now() + 1), chance.randrange(2**31), strict=strict)
+        disk.image(image, chance.randrange(max(summary), disk.now() + 1), chance.randrange(2**31))
         if (image / "runs" / _RUN / "summary.json").exists():
             yield image
 

@@ -11,7 +11,6 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from unittest.mock import patch
 
 from areal_core.api.access import authorization
 from areal_core.config.schema import RunConfig
-from tests.faults.checker import Findings, check, orphans
+from tests.faults.checker import Outcome, check, orphans
 from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
 from tests.faults.learning import learning
@@ -47,17 +46,13 @@ _JUMPS_S = (-30 * 86400.0, -3600.0, -1.0, 1.0, 60.0, 3600.0, 30 * 86400.0)  # by
 
 
 @dataclass(slots=True)
-class Struck:
-    """One run: what was done to it, and what came of it."""
+class Struck(Outcome):
+    """A run whose processes were struck."""
 
-    seed: int
-    faults: Counter[str] = field(default_factory=Counter[str])  # by kind of process and signal
     jumps: int = 0  # of the wall clock
     points: set[str] = field(default_factory=set[str])  # that were struck
     recovery_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     ends: list[str] = field(default_factory=list[str])  # last lines of launchers that nobody had killed
-    findings: Findings = field(default_factory=Findings)
-    output: str = ""
 
 
 @dataclass(slots=True)
@@ -75,7 +70,7 @@ class Target:
     def __init__(self, folder: Path, seed: int, config: RunConfig, points: Sequence[Point] = ()) -> None:
         """A run whose state is below the new `folder`, and which is struck at `points`, whenever they are reached."""
         self.chance = random.Random(seed)
-        self.result = Struck(seed)
+        self.result, self.seed = Struck(), seed
         self.state, self._markers = Path(config.state_dir), folder / "markers"
         self._markers.mkdir(parents=True)
         self.config = config
@@ -402,7 +397,7 @@ def _to_the_end(target: Target) -> None:
         target.resume()
     target.result.output += target.run.output()
     lines = target.result.output.strip().splitlines()
-    target.result.findings.unresumable.append(f"seed {target.result.seed}: {(lines or ['nothing'])[-1]}")
+    target.result.findings.unresumable.append(f"seed {target.seed}: {(lines or ['nothing'])[-1]}")
 
 
 def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int) -> RunConfig:

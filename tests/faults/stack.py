@@ -7,16 +7,21 @@ the view alone; any other ends the command in order, and the run goes on where i
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from areal_core.config.schema import load_file
+from mlflow import MlflowClient
+
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from flows.stack import ROOT
 from tests.faults.checker import Outcome, check
 from tests.faults.history import History
@@ -29,87 +34,163 @@ KINDS = {  # and what tells them by their command lines
     "mlflow": "mlflow server",
     "prefect": "prefect server",
 }
+ENDLESS = 10_000  # steps of a run that only what is done to it ends
 T = TypeVar("T")
 
-_WAIT_S = 120.0
+_WAIT_S = 240.0  # for whatever is waited for
 _PAUSE_S = 1.0
-_MORE_STEPS = 3
+_MORE_STEPS = 6
+
+
+class Recorded(NamedTuple):
+    """A flow run, as Prefect's database has it after the end."""
+
+    state: str
+    attempts: int
+
+
+class Train:
+    """`make train` at work. A context: whatever is left at its end is killed."""
+
+    def __init__(self, state: Path, steps: int, *settings: str) -> None:
+        self._state = state
+        self._before = self._runs()
+        self._output = (state / f"train-{len(self._before)}.txt").open("w+")
+        command = [sys.executable, "-m", "flows.train", "--steps", str(steps), *tiny(state), *settings]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(state),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Train:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        kill_all(lambda: processes_of(self._state))
+        self.process.wait()
+        self._output.close()
+        if failure is not None:  # a flow run that was cut off would go on for ever in this database
+            shutil.rmtree(self._state / "prefect", ignore_errors=True)
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"not within {_WAIT_S:g} s: {what}\n{self.output()}\n{processes_of(self._state)}")
+
+    def until_step(self, step: int) -> None:
+        """Return once this policy version, or a later one, is published."""
+
+        def published() -> bool:
+            assert self.process.poll() is None, self.output()
+            newest = next((weights.newest(run.weights) for run in self._runs() - self._before), None)
+            return newest is not None and newest.version >= step
+
+        self.wait_for(f"step {step}", published)
+
+    @property
+    def run(self) -> RunDir:
+        (run,) = self._runs() - self._before
+        return run
+
+    def pid(self, command: str) -> int:
+        """The one process of this stack whose command line holds `command`."""
+
+        def only() -> int | None:
+            found = [pid for pid, line in processes_of(self._state).items() if command in line]
+            return found[0] if len(found) == 1 else None
+
+        return self.wait_for(f"one process {command}", only)
+
+    def kill(self, command: str) -> None:
+        os.kill(self.pid(command), signal.SIGKILL)
+
+    def end(self) -> int:
+        """The exit status; nothing that this command started may be left then, nor a flow run that seems to go on."""
+        status = self.process.wait(_WAIT_S)
+        assert processes_of(self._state) == {}, self.output()
+        assert {state for state, _ in self.flow_runs()[:-1]} <= {"Completed", "Failed", "Crashed", "Cancelled"}
+        return status
+
+    def completed(self, steps: int, *, attempts: int = 1, tracked: bool = True) -> None:
+        assert self.end() == 0, self.output()
+        assert self.flow_runs()[-1] == Recorded("Completed", attempts)
+        assert self.run.summary.exists()
+        assert self.output().count(f"{steps} (stop reason: steps)") == 1
+        assert not tracked or self.tracked() == "FINISHED"
+
+    def flow_runs(self) -> list[Recorded]:
+        """Oldest first: this one is the last."""
+        with closing(sqlite3.connect(self._state / "prefect" / "prefect.db")) as database:
+            rows = database.execute("SELECT state_name, run_count FROM flow_run ORDER BY created")
+            return [Recorded(*row) for row in rows]
+
+    def tracked(self) -> str:
+        """The status of the run in MLflow, whose server has ended: its database tells."""
+        run_id = self.run.info().tracking_run_id
+        assert run_id is not None
+        return MlflowClient(f"sqlite:///{self._state}/mlflow/mlflow.db").get_run(run_id).info.status
+
+    def _runs(self) -> set[RunDir]:
+        return {RunDir(file.parent) for file in self._state.glob("runs/*/run.json")}
 
 
 def strike(folder: Path, killed: str) -> Outcome:
     """Stop each kind for a moment, kill the one that is named, and bring the run to its end, in the new `folder`."""
-    state = folder / "state"
+    state, result = folder / "state", Outcome()
     state.mkdir(parents=True)
-    result = Outcome()
-    command = [sys.executable, "-m", "flows.train", "--steps", "10000", *tiny(state)]
-    with (folder / "output.txt").open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(state), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with Train(state, ENDLESS) as train:
         try:
-            run = _wait(lambda: next(iter(state.glob("runs/*")), None))
-            history = History(folder / "history.jsonl", run / "ledger.sqlite")
-            _wait(lambda: _step(history) >= 2)
-            for kind in KINDS:
-                _signal(result, state, kind, signal.SIGSTOP)
-                time.sleep(_PAUSE_S)
-                _signal(result, state, kind, signal.SIGCONT)
-                before = _step(history)
-                _wait(lambda before=before: _step(history) > before)
-            _signal(result, state, killed, signal.SIGKILL)
+            train.until_step(2)
+            run, config = train.run, train.run.config()
+            history = History(folder / "history.jsonl", run.ledger)
+
+            def progresses() -> None:
+                step = _step(history)
+                train.wait_for("a step", lambda: _step(history) > step)
+
+            for kind, command in KINDS.items():
+                for pid in [pid for pid, line in processes_of(state).items() if command in line]:
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(_PAUSE_S)
+                    os.kill(pid, signal.SIGCONT)
+                result.faults[f"{kind} SIGSTOP"] += 1
+                progresses()
+            train.kill(KINDS[killed])
+            result.faults[f"{killed} SIGKILL"] += 1
             if killed in ("mlflow", "prefect"):  # which the run goes on without
-                before = _step(history)
-                _wait(lambda: _step(history) > before + 2)
-                process.terminate()
-            process.wait(_WAIT_S)
+                progresses()
+                train.process.terminate()
+            train.process.wait(_WAIT_S)
             result.findings.orphans += [f"{pid} {line}" for pid, line in processes_of(state).items()]
-        except (TimeoutError, subprocess.TimeoutExpired) as error:
+        except (AssertionError, subprocess.TimeoutExpired) as error:
             result.findings.unresumable.append(f"{killed}: {error}")
             return result
         finally:
-            kill_all(lambda: processes_of(state))
-            process.wait()
-            result.output = Path(output.name).read_text()
-    _resume(result, killed, run, history)
-    return result
-
-
-def _resume(result: Outcome, killed: str, run: Path, history: History) -> None:
-    """The run goes on without all that, a few steps to its end."""
-    config = load_file(run / "config.json")
-    steps = max(int(file.parent.name[1:]) for file in run.glob("weights/v*/manifest.json")) + 2 * _MORE_STEPS
-    with Launched(changed(config.to_dict(), training={"steps": steps}), run.name) as launched:
+            result.output = train.output()
+    newest = weights.newest(run.weights)  # the run goes on without all that, a few steps to its end
+    steps = (newest.version if newest else 0) + _MORE_STEPS
+    with Launched(changed(config.to_dict(), training={"steps": steps}), run.root.name) as launched:
         status = launched.launcher.wait(_WAIT_S)
         output = launched.output()
     if status:
         result.findings.unresumable.append(f"{killed}: {output.splitlines()[-1]}")
-        return
-    store = Path(config.storage.url) / "runs" / run.name
-    found = check(run, store, history.entries(), steps=steps)
+        return result
+    found = check(run.root, Path(config.storage.url) / "runs" / run.root.name, history.entries(), steps=steps)
     found.orphans += result.findings.orphans
     result.findings = found
+    return result
 
 
 def _step(history: History) -> int:
     seen = history.look()
     return max(seen.versions, default=0) if seen else 0
-
-
-def _signal(result: Outcome, state: Path, kind: str, signum: signal.Signals) -> None:
-    """Send it to the processes of a kind."""
-    for pid, line in processes_of(state).items():
-        if KINDS[kind] in line:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-    if signum is not signal.SIGCONT:
-        result.faults[f"{kind} {signum.name}"] += 1
-
-
-def _wait(look: Callable[[], T | None]) -> T:
-    """What `look` finds, once it finds something. Raises TimeoutError."""
-    deadline = time.monotonic() + _WAIT_S
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.1)
-    raise TimeoutError(f"not within {_WAIT_S:g} s")

@@ -88,7 +88,7 @@ def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
     cluster.until_step(cluster.step() + 2)
     os.kill(again[1], signal.SIGSTOP)
     named = re.escape(MISSED) + r".* within 10 s \(training\.collective_timeout_s\)"
-    cluster.wait_for("rank 0 names rank 1", lambda: re.search(named, cluster.output(HEAD_NODE)))
+    cluster.wait_for("rank 0 names rank 1", lambda: re.search(named, cluster.said(HEAD_NODE)))
     cluster.says(TRAINS, f"Sending process {again[1]} closing signal SIGTERM")
     os.kill(again[1], signal.SIGCONT)  # else torchrun kills it 30 s later
     assert all(cluster.pid("trainer", rank, but=again[rank]) != ranks[rank] for rank in range(2))

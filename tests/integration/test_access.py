@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from areal_core.controller.routes import Routes
 from areal_core.run.remote.files import Files
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end, pytest.mark.cpu_seconds(40)]
 
 ROLES = ("controller", "files", "generation", "publisher", "rewards", "stager", "trainer")
 ENDS = ("/finish", "/stop")  # routes of the controller that end the run
@@ -155,94 +155,47 @@ def test_services_refuse_requests_without_the_token(run: Launched, headers: dict
     assert ask(run, stager(run), "GET", "/stage", headers=token(run))[0] == 405
 
 
-def test_a_stranger_has_the_controller_call_nobody(run: Launched) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.settimeout(1.0)
-        body = json.dumps({"name": "x", "url": f"http://127.0.0.1:{listening.getsockname()[1]}"}).encode()
-        assert ask(run, "controller", "POST", "/servers", body)[0] == 401
-        with pytest.raises(TimeoutError):
-            listening.accept()
-
-
 @pytest.mark.parametrize(
-    ("method", "path", "body", "error"),
+    ("service", "method", "path", "body", "error"),
     [
-        ("GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for group 999999"),
-        ("POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
-        (
-            *("POST", "/versions", b'{"version": 0, "path": "/", "digest": "x"}'),
-            "version: must be 1 or more, as version 0 is the base model, got 0",
-        ),
+        ("controller", "GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for"),
+        ("controller", "POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
+        ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "the body is not JSON: "),
     ],
-    ids=["spans", "brackets", "version 0"],
+    ids=["spans", "brackets", "brackets to a server"],
 )
-def test_the_controller_refuses_bad_requests(run: Launched, method: str, path: str, body: bytes, error: str) -> None:
-    assert ask(run, "controller", method, path, body, token(run)) == (400, error)
-
-
-def test_a_generation_server_refuses_deeply_nested_json(run: Launched) -> None:
-    status, text = ask(run, "generation", "POST", "/inference/v1/generate", b"[" * 200_000, token(run))
-    assert status == 400
-    assert "the body is not JSON: " in text
+def test_bad_requests_are_refused(run: Launched, service: str, method: str, path: str, body: bytes, error: str) -> None:
+    status, text = ask(run, service, method, path, body, token(run))
+    assert (status, error in text) == (400, True)
 
 
 @pytest.mark.nightly
-def test_no_request_ends_the_controller(run: Launched) -> None:
-    pid = run.pid("controller")
+@pytest.mark.parametrize("service", ["controller", "files", "stager"])
+def test_no_request_ends_a_service_or_makes_files(run: Launched, service: str) -> None:
+    before = files(run)
+    pid = None if service == "stager" else run.pid(service)
+    where = stager(run) if service == "stager" else service
+    known = {"controller": routes(Routes), "files": routes(Files), "stager": [("POST", "/stage")]}[service]
 
     @FUZZED
     @given(
-        route=st.sampled_from([route for route in routes(Routes) if route[1] not in ENDS]), place=PLACES, body=BODIES
-    )
-    def fuzz(route: tuple[str, str], place: str, body: bytes) -> None:
-        method, path = route
-        if path in ("/servers/{name}", "/batch/{step}", "/checkpoints/{step}"):
-            place = "x"  # else a server would leave, or a batch be waited for
-        for name in ("{step}", "{group_id}", "{name}"):
-            path = path.replace(name, urllib.parse.quote(place, safe="%"))
-        status, text = ask(run, "controller", method, f"{path}?timeout_s=0", body, token(run))
-        assert status != 500, (route, place, body, text)
-
-    fuzz()
-    assert run.last_pid("controller") == pid
-    assert ask(run, "controller", "GET", "/status", headers=token(run))[0] == 200
-
-
-@pytest.mark.nightly
-def test_no_request_ends_the_file_server_or_makes_files(run: Launched) -> None:
-    pid, before = run.pid("files"), files(run)
-
-    @FUZZED
-    @given(
-        route=st.sampled_from(routes(Files)),
-        places=st.lists(PLACES, min_size=3, max_size=3),
-        segment=PLACES | st.just("000001-000001"),
+        route=st.sampled_from([route for route in known if route[1] not in ENDS]),
+        places=st.lists(PLACES | st.just("000001-000001"), min_size=3, max_size=3),
         body=BODIES,
     )
-    def fuzz(route: tuple[str, str], places: list[str], segment: str, body: bytes) -> None:
+    def fuzz(route: tuple[str, str], places: list[str], body: bytes) -> None:
         method, path = route
-        for name, place in zip(("{name}", "{node}", "{kind}"), places, strict=True):
-            path = path.replace(name, urllib.parse.quote(place, safe="%"))
-        path = path.replace("{version}", urllib.parse.quote(places[0], safe="%")).replace("{segment}", segment)
-        query = f"offset={places[1]}&spans={places[1]}-{places[2]}"
-        status, text = ask(run, "files", method, f"{path}?{query}", body, token(run))
-        assert status < 500, (route, places, body, text)
+        if path in ("/servers/{name}", "/batch/{step}", "/checkpoints/{step}"):
+            places = ["x"] * 3  # else a server would leave, or a batch be waited for
+        quoted = [urllib.parse.quote(place, safe="%") for place in places]
+        for number, name in enumerate(re.findall(r"\{\w+\}", path)):
+            path = path.replace(name, quoted[number % 3])
+        query = f"timeout_s=0&offset={quoted[1]}&spans={quoted[1]}-{quoted[2]}"
+        status, text = ask(run, where, method, f"{path}?{query}", body, token(run))
+        assert status == 400 if service == "stager" else status < 500, (route, places, body, text)
 
     fuzz()
-    assert run.last_pid("files") == pid
     assert files(run) == before
-    assert ask(run, "files", "GET", "/run", headers=token(run))[0] == 200
-
-
-@pytest.mark.nightly
-def test_no_request_ends_a_stager(run: Launched) -> None:
-    where = stager(run)
-
-    @FUZZED
-    @given(body=BODIES)
-    def fuzz(body: bytes) -> None:
-        status, text = ask(run, where, "POST", "/stage", body, token(run))
-        assert status == 400, (body, text)
-
-    fuzz()
-    assert ask(run, where, "GET", "/stage", headers=token(run))[0] == 405
+    assert pid is None or run.last_pid(service) == pid
+    path, status = {"controller": ("/status", 200), "files": ("/run", 200), "stager": ("/stage", 405)}[service]
+    assert ask(run, where, "GET", path, headers=token(run))[0] == status

@@ -3,9 +3,7 @@ process, no run's folder, no MLflow run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import shutil
 import signal
 import socket
@@ -17,11 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import save_file
 
 from areal_core.__main__ import main
-from areal_core.models.folders import init_weights
-from tests.support.models import SPEC, write_tiny
+from tests.support.models import write_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -70,19 +66,8 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["training.stepz=5"], "training.stepz: no such field; did you mean training.steps?"),
-        (["training.steps=0"], "training.steps: must be at least 1, got 0"),
-        (["algorithm.clip_eps=0"], "algorithm.clip_eps: must be greater than 0.0, got 0"),
         (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
-        (
-            ["rollout.batch_size=30", "algorithm.group_size=4"],
-            "rollout.batch_size: must be a multiple of algorithm.group_size (4), got 30",
-        ),
-        (
-            ["model.context=100"],
-            "task.max_prompt_tokens: prompt and completion need 152 tokens (max_prompt_tokens + max_new_tokens), "
-            "more than model.context, 100",
-        ),
+        (["model.context=100"], "task.max_prompt_tokens: prompt and completion need 152 tokens (max_prompt_tokens + "),
         (["task.name=rows"], "task.held_out_path: task.name=rows needs a file of prompts"),
         (["training.steps"], "training.steps: an override looks like training.steps=5"),
         (["training.steps=[1"], "training.steps: '[1' is not a value: "),
@@ -90,16 +75,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),
         (["--run-id", "x" * 300], "run_id: must have at most 160 bytes, got 300; shorten xxx"),
         (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),
-        (["--run-id"], "argument --run-id: expected one argument; see python -m areal_core --help"),
         (["storage.url=gs://bucket"], "storage.url: 'gs://bucket' is not a location; use a folder"),
-        (["storage.url=s3://"], "storage.url: 's3://' names no bucket; use s3://bucket/prefix"),
         (["name=" + "x" * 101], "name: must have at most 100 bytes, got 101; shorten xxx"),
-        (["tracking.experiment=" + "ä" * 126], "tracking.experiment: must have at most 250 bytes, got 252"),
-        (
-            ["environment.verifier=my_verifier:exact"],
-            "environment.verifier: my_verifier:exact can't be imported: No module named 'my_verifier'; "
-            f"{os.uname().nodename} looked in {os.getcwd()} and PYTHONPATH=",
-        ),
+        (["environment.verifier=no_module:exact"], "environment.verifier: no_module:exact can't be imported: No modu"),
         (["tracking.uri=file:///somewhere"], "tracking.uri: 'file:///somewhere' is not supported; use http"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -108,21 +86,7 @@ def test_settings(refused: Callable[..., str], arguments: list[str], error: str)
     assert refused(*arguments).startswith(error)
 
 
-def test_a_configuration_file(refused: Callable[..., str], tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    for text, error in (("a: [", f"--config: can't read {file}: while parsing"), ("3", f"--config: {file} must hold")):
-        file.write_text(text)
-        assert refused("--config", str(file)).startswith(error)
-
-
 # -- what is beyond this process ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]
 
 
 def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -133,30 +97,6 @@ def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Pa
     assert refused(f"tracking.uri=sqlite:///{inside}.db") == (
         f"tracking.uri: can't write to sqlite:///{inside}.db: unable to open database file"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("variable", "setting", "named"),
-    [
-        ("MLFLOW_TRACKING_URI", "tracking.enabled=true", "{variable}: can't use MLflow at {url}: Connection refused; "),
-        ("AWS_ENDPOINT_URL", "storage.url=s3://b/p", "storage.url: can't use s3://b/p at {url} ({variable}): "),
-        ("AWS_ENDPOINT_URL_S3", "storage.url=s3://b/p", "storage.url: can't use s3://b/p at {url} ({variable}): "),
-    ],
-)
-def test_servers_of_the_environment_that_do_not_listen_are_named_by_their_variable(
-    refused: Callable[..., str],
-    closed_port: int,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    setting: str,
-    named: str,
-) -> None:
-    url = f"http://127.0.0.1:{closed_port}"
-    monkeypatch.setenv(variable, url)
-    error = refused(setting)
-    assert error.startswith(named.format(variable=variable, url=url))
-    assert "start it there, " in error
 
 
 def test_a_tracking_server_that_does_not_answer(refused: Callable[..., str]) -> None:
@@ -173,77 +113,32 @@ def edit(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def without_end_token(folder: Path) -> None:
-    edit(folder, eos_token_id=None)
-    (folder / "generation_config.json").unlink()
-
-
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
-
-
-def without_a_tensor(folder: Path) -> None:
-    weights = init_weights(SPEC, seed=0)
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("break_it", "error"),
     [
-        (shutil.rmtree, "{model}: no model folder, it has no config.json"),
-        (lambda m: (m / "config.json").write_text("{"), "{model}/config.json: not readable as JSON ("),
-        (lambda m: (m / "config.json").write_text("[]"), "{model}/config.json: must hold a JSON object, got list"),
-        (lambda m: edit(m, vocab_size=None), "{model}: config.json has no vocab_size"),
-        (lambda m: edit(m, rms_norm_eps="tiny"), "{model}: rms_norm_eps must be a number greater than 0, got 'tiny'"),
-        (lambda m: edit(m, rope_parameters=3), "{model}: rope_parameters must be an object, got 3"),
+        (shutil.rmtree, "model.path: {model}: no model folder, it has no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "model.path: {model}/config.json: not readable as JSON ("),
+        (lambda m: edit(m, vocab_size=None), "model.path: {model}: config.json has no vocab_size"),
+        (lambda m: cut(m / "model.safetensors"), "model.path: {model}/model.safetensors: not a readable safetensors"),
+        (lambda m: edit(m, intermediate_size=16), "model.path: {model}: model.layers.0.mlp.gate_proj.weight: expected"),
+        (lambda m: (m / "tokenizer.json").unlink(), "model.path: {model}/tokenizer.json: no such file; the model"),
+        (lambda m: edit(m, max_position_embeddings=100), "task.max_new_tokens: prompt and completion need 152 tokens "),
         (
-            lambda m: edit(m, architectures=["MambaForCausalLM"], num_attention_heads=None),
-            "{model}: config.json has no num_attention_heads",
+            lambda m: edit(m, architectures=["Olmo2ForCausalLM"]),
+            "generation.engine: must be vllm for {model}, got 'embedded', for which architectures must name one of "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, got 'Olmo2ForCausalLM'",
         ),
-        (without_end_token, "{model} names no eos_token_id"),
-        (lambda m: (m / "model.safetensors").unlink(), "{model}/model.safetensors: no such file"),
-        (lambda m: cut(m / "model.safetensors"), "{model}/model.safetensors: not a readable safetensors file ("),
-        (without_a_tensor, "{model}: model.norm.weight: tensor is missing, expected shape [8]"),
-        (
-            lambda m: edit(m, intermediate_size=16),
-            "{model}: model.layers.0.mlp.gate_proj.weight: expected shape [16, 8], got [8, 8]",
-        ),
-        (lambda m: (m / "tokenizer.json").unlink(), "{model}/tokenizer.json: no such file; the model folder must"),
     ],
 )
 def test_broken_models(
     refused: Callable[..., str], model: Path, break_it: Callable[[Path], object], error: str
 ) -> None:
     break_it(model)
-    assert refused(f"model.path={model}").startswith(f"model.path: {error.format(model=model)}")
-
-
-def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path) -> None:
-    edit(model, max_position_embeddings=100)
-    assert refused(f"model.path={model}") == (
-        "task.max_new_tokens: prompt and completion need 152 tokens (max_prompt_tokens + max_new_tokens), "
-        f"more than the context of {model}, 100"
-    )
-
-
-@pytest.mark.parametrize(
-    ("engines", "field"),
-    [([], "generation"), (["generation.engine=tests.support.engines:run"], "evaluation")],
-)
-def test_a_model_that_the_embedded_engine_lacks(
-    refused: Callable[..., str], model: Path, engines: list[str], field: str
-) -> None:
-    edit(model, architectures=["Olmo2ForCausalLM"])
-    assert refused(f"model.path={model}", *engines) == (
-        f"{field}.engine: must be vllm for {model}, got 'embedded', for which architectures must name one of "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, got 'Olmo2ForCausalLM'"
-    )
-
-
-def test_a_tokenizer_of_another_model(refused: Callable[..., str], tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "small", dataclasses.replace(SPEC, vocab_size=5))
-    assert refused(f"model.path={folder}").startswith(f"model.path: {folder}: the model's tokenizer gives token ")
+    assert refused(f"model.path={model}").startswith(error.format(model=model))
 
 
 # -- prompt files ------------------------------------------------------------------------------------------------------
@@ -255,10 +150,7 @@ GOOD = '{"question": "1+1=", "answer": "2"}\n'
     ("line", "error"),
     [
         ("{\n", "not JSON: "),
-        ("[1]\n", "must be a JSON object"),
-        ('{"answer": "2"}\n', "task.prompt_field=question must be text"),
         ('{"question": "1+2=", "answer": "(1"}\n', "task.answer_field=answer must hold an answer, or end on one"),
-        (GOOD.replace("1+1=", "1+1" * 14), "a prompt of 42 tokens, more than task.max_prompt_tokens=40"),
         (GOOD.replace("1+1=", "What?"), "the model's tokenizer can't spell 'What?': "),
     ],
 )
@@ -268,11 +160,6 @@ def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line:
     held_out.write_text(GOOD.replace("1+1", "1+2"))
     task = (f"model.path={model}", "task.name=rows", f"task.path={prompts}", f"task.held_out_path={held_out}")
     assert refused(*task, "task.bad_rows=refuse").startswith(f"task.path: {prompts}, line 2: {error}")
-
-
-def test_a_prompt_file_that_is_absent(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    task = (f"model.path={model}", "task.name=rows", "task.path=/nowhere", f"task.held_out_path={tmp_path}/none")
-    assert refused(*task).startswith(f"task.held_out_path: can't read {tmp_path}/none: ")
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

@@ -9,42 +9,34 @@ from typing import Any
 
 import pytest
 
-from areal_core.config.schema import RunConfig, load
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.run.launcher import execute, run_folder
 from areal_core.run.progress import conclude
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus
-from tests.support.models import put_base_model
+from tests.support.runs import tiny
 
 STEPS = 3
 
 
-def emulated(root: Path, **fields: Any) -> RunConfig:
-    values: dict[str, Any] = {
-        "state_dir": str(root / "state"),
-        "storage": {"url": str(root / "store")},
-        "tracking": {"enabled": False},
-        "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
-        "warmup": {"worked_steps": 0, "direct_steps": 0},
+def emulated(root: Path, *, mode: str = "async", **fields: dict[str, Any]) -> RunConfig:
+    groups: dict[str, dict[str, Any]] = {
         "task": {"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 32, "held_out": 16},
-        "algorithm": {"group_size": 4},
         "generation": {"engine": "emulated", "slots": 8},
         "rollout": {"batch_size": 16},
-        "training": {"engine": "emulated", "steps": STEPS, "minibatches": 2},
+        "training": {"engine": "emulated", "steps": STEPS},
         "launch": {"devices": 3, "restarts": 0},
         "emulation": {"speed": 200.0, "length_median": 1500.0, "handover_s": 2.0},
     }
-    for name, value in fields.items():
-        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    return load(values)
+    return tiny(root, mode=mode, **{name: groups.get(name, {}) | fields.get(name, {}) for name in groups | fields})
 
 
 @pytest.mark.slow
+@pytest.mark.end_to_end
 def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: Path) -> None:
     config = emulated(tmp_path)
-    put_base_model(config)
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=print, on_status=seen.append)
     assert (summary.reason, summary.steps, summary.incarnation) == ("steps", STEPS, 0)
@@ -62,69 +54,33 @@ def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: P
     real = summary.tokens.consumed / summary.rl_wall_s
     assert summary.effective_tokens_per_s == pytest.approx(real * 128 / 200)
     run = run_folder(config, "r")
-    check_what_it_left(config)
-    assert not list(run.logs.glob("evaluator*"))
-    assert [json.loads((run.weights / f"v{STEPS:06d}" / "manifest.json").read_text())["version"]] == [STEPS]
-
-
-def check_what_it_left(config: RunConfig) -> None:
-    """One trainer for all devices, every step's curves, spans of servers and trainer, no evaluation."""
-    run = run_folder(config, "r")
     spans = read_timeline(run.timeline)
-    expected = {"generation-0", "generation-1", "trainer-0", "publisher-0", "rewards-0"}
-    assert {span.process for span in spans} == expected
-    trained = [span for span in spans if span.kind == "train"]
-    assert [span.step for span in trained] == list(range(1, STEPS + 1))
+    # One trainer for all devices, spans of servers and trainer, no evaluation.
+    assert {span.process for span in spans} == {"generation-0", "trainer-0", "publisher-0", "rewards-0"}
+    assert [span.step for span in spans if span.kind == "train"] == list(range(1, STEPS + 1))
     with closing(Outbox(run.outbox, "r")) as outbox:
         curves = outbox.history()
     assert [step for step, _ in curves["throughput/effective_tokens_per_s"]] == list(range(1, STEPS + 1))
     assert "heldout/accuracy" not in curves
+    assert not list(run.logs.glob("evaluator*"))
+    assert [json.loads((run.weights / f"v{STEPS:06d}" / "manifest.json").read_text())["version"]] == [STEPS]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"training": {"engine": "torch"}},
-            "training.engine: must be emulated with generation.engine=emulated, got 'torch'",
-        ),
-        (
-            {"generation": {"engine": "embedded"}},
-            "training.engine: must be torch or deepspeed with generation.engine=embedded, got 'emulated'",
-        ),
-        (
-            {"emulation": {"accelerator": "h900"}},
-            "emulation.accelerator: must be one of a100, h100, h800, h200, l40s, got 'h900'",
-        ),
-        ({"emulation": {"speed": 0.0}}, "emulation.speed: must be greater than 0.0, got 0.0"),
-        ({"emulation": {"length_median": 1e8}}, "emulation.length_median: must be at most 10000000.0, got 100000000.0"),
-        ({"emulation": {"length_sigma": 6.0}}, "emulation.length_sigma: must be at most 5.0, got 6.0"),
-        (
-            {"launch": {"devices": 1}},
-            "launch.devices: must be at least 2 where accelerators are emulated (1 generate and 1 train), got 1",
-        ),
-        (
-            {"generation": {"servers": 3}},
-            "launch.devices: must be at least 4 where accelerators are emulated (3 generate and 1 train), got 3",
-        ),
-        (
-            {"mode": "sync", "training": {"ranks": 4}},
-            "launch.devices: must be at least 4 where accelerators are emulated (3 generate then 4 train), got 3",
-        ),
-        (
-            {"stop": {"score": 0.9}},
-            "stop.score: must be null where accelerators are emulated and nothing is learnt, got 0.9",
-        ),
+        ({"training": {"engine": "torch"}}, "training.engine: must be emulated with generation.engine=emulated, got "),
+        ({"generation": {"engine": "embedded"}}, "training.engine: must be torch or deepspeed with generation.engine="),
+        ({"emulation": {"accelerator": "h900"}}, "emulation.accelerator: must be one of a100, h100, h800, h200, l40s,"),
+        ({"launch": {"devices": 1}}, "launch.devices: must be at least 2 where accelerators are emulated (1 generate "),
+        ({"generation": {"servers": 3}}, "launch.devices: must be at least 4 where accelerators are emulated (3 gener"),
+        ({"mode": "sync", "training": {"ranks": 4}}, "launch.devices: must be at least 4 where accelerators are emul"),
+        ({"stop": {"score": 0.9}}, "stop.score: must be null where accelerators are emulated "),
+        ({"emulation": {"model": "qwen-32b"}}, "emulation.tensor_parallel: qwen-32b does not fit into 1 x h800"),
     ],
 )
-def test_what_can_not_be_emulated_is_one_line(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_settings_that_can_not_be_emulated_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        emulated(tmp_path, **fields)
-    assert str(caught.value) == message
-
-
-def test_what_does_not_fit_is_found_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        execute(emulated(tmp_path, emulation={"model": "qwen-32b"}), run_id="r", log=print)
-    assert str(caught.value).startswith("emulation.tensor_parallel: qwen-32b does not fit into 1 x h800")
+        execute(emulated(tmp_path, **fields), run_id="r", log=print)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

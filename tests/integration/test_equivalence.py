@@ -9,37 +9,31 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import read_group_file
-from areal_core.config.schema import load
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
-from tests.support.models import put_base_model
+from tests.support.runs import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 STEPS = 3
 GROUP = 4
 
 
 def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], list[str]]:
     """Trajectories by step, losses by step and hashes of the published weights of a short run with one server."""
-    config = load(
-        {
-            "mode": mode,
-            "state_dir": str(root / "state"),
-            "storage": {"url": str(root / mode)},
-            "tracking": {"enabled": False},
-            "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
-            "warmup": {"worked_steps": 60, "direct_steps": 10},
-            "task": {"held_out": 16},
-            "algorithm": {"group_size": GROUP},
-            "generation": {"servers": 1, "slots": 16, "deterministic": True},
-            "rollout": {"batch_size": 32, "max_staleness": 0, "retain": "all"},
-            "training": {"steps": STEPS, "ranks": 1, "minibatches": 2, "learning_rate": 3e-3},
-            "evaluation": {"enabled": False},
-            "launch": {"restarts": 0},
-        }
+    config = tiny(
+        root / "state",
+        mode=mode,
+        storage={"url": str(root / mode)},
+        model={"hidden_size": 32, "layers": 2, "intermediate_size": 64},
+        warmup={"worked_steps": 60, "worked_batch": 16, "direct_steps": 10},
+        task={"held_out": 16, "max_new_tokens": 112},
+        generation={"servers": 1, "slots": 16, "deterministic": True},
+        rollout={"max_staleness": 0, "retain": "all"},
+        training={"steps": STEPS, "ranks": 1, "learning_rate": 3e-3},
+        evaluation={"enabled": False},
+        launch={"restarts": 0},
     )
-    put_base_model(config)
     assert execute(config, run_id=mode, log=lambda line: None).steps == STEPS
     folder = run_folder(config, mode)
     ledger = TrajectoryLedger(folder.ledger, group_size=GROUP)

@@ -84,18 +84,6 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     assert not any(psutil.pid_exists(json.loads(each.read_text())["pid"]) for each in ready)
 
 
-@pytest.mark.nightly
-def test_one_that_has_ended_is_not_done_again_and_can_be_compared_with(state):
-    log: list[str] = []
-    [before] = evaluate({"chains": config(state)}, name="whole", log=log.append)
-    [other] = evaluate({"chains": config(state)}, name="other", reference="whole")
-    assert log == []
-    assert (other.agreement, other.above["pass_at_1"].value) == (1.0, 0.0)
-    assert other.records == before.records
-    unnamed = [evaluate({"chains": config(state)})[0].records_file for _ in range(2)]
-    assert unnamed[0] == unnamed[1]
-
-
 def test_what_is_wrong_is_one_line(state, tmp_path):
     evaluate({"chains": config(state)}, name="other")
     with pytest.raises(ConfigError, match=r"^task\.max_new_tokens: .*other.* holds records with 12, got 11"):

@@ -29,10 +29,6 @@ def evaluations(run: RunDir, config: RunConfig) -> list[Evaluation]:
         return ledger.notes.evaluations()
 
 
-def records(run: RunDir) -> dict[str, list[bytes]]:
-    return {file.name: sorted(file.read_bytes().splitlines()) for file in run.evaluations.glob("*.jsonl")}
-
-
 def scored_run(folder: Path, servers: int) -> tuple[RunDir, RunConfig]:
     """A synchronous run, which is reproducible to the bit."""
     evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
@@ -51,19 +47,6 @@ def scored_run(folder: Path, servers: int) -> tuple[RunDir, RunConfig]:
 @pytest.fixture(scope="module")
 def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunConfig]:
     return scored_run(tmp_path_factory.mktemp("own"), servers=1)
-
-
-@pytest.mark.nightly
-def test_lent_server_scores_as_the_evaluators_own_engine_does(
-    own_engine: tuple[RunDir, RunConfig], tmp_path: Path
-) -> None:
-    run, _ = scored_run(tmp_path, servers=0)
-    own, other = records(own_engine[0]), records(run)
-    both = own.keys() & other.keys()  # the base and the last version, and the one between if there was time
-    assert {name.split("-")[0] for name in both} >= {"v000000", "v000002"}
-    assert [own[name] for name in both] == [other[name] for name in both]
-    assert all(len(lines) == 13 for lines in own.values())  # what was evaluated, and a line a problem
-    assert own_engine[0].ready_info("evaluation", 0) is None  # one engine on a core needs no process
 
 
 @pytest.mark.end_to_end

@@ -10,13 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_core.config.schema import RunConfig
@@ -170,33 +168,6 @@ def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, st
         assert [span for span in spans if span.process == f"generation-{index}"] == own
 
 
-@pytest.mark.nightly
-def test_a_machine_that_trains_is_replaced(tmp_path: Path, start: Start) -> None:
-    launch, training = LAUNCH | {"remote_roles": "both"}, {"ranks": 2, "hosts": 2, "steps": 24}
-    config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
-    with Launched(config, "apart") as run:
-        second, servers = start(run, "trainer", "--node", 1), start(run, "generation")
-        until_saved(run)
-        ranks = [run.pid("trainer", rank) for rank in range(2)]
-        assert ranks[0] in [one.pid for one in psutil.Process(run.launcher.pid).children(recursive=True)]
-        assert ranks[1] in second.processes()
-        second.process.send_signal(signal.SIGTERM)
-        assert second.ended() == (143, "areal: stopped")
-        again = start(run, "trainer", "--node", 1)  # another machine, with a folder of its own
-        summary = run.finished()
-        for node in (servers, again):
-            assert node.ended() == (0, "run apart has ended")
-    assert summary.steps == 24
-    assert "resumed from the checkpoint of step" in (run.run.logs / "node-1.log").read_text()
-    trained = {
-        span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
-    }
-    assert trained == set(range(1, 25))
-    for node in (second, again):  # their parts of groups came past the controller
-        assert not node.copy(run).payloads.exists()
-    assert not any("the controller is asked for it" in log.read_text() for log in run.run.logs.glob("node-1.log*"))
-
-
 def test_rank_0_on_another_machine_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
     """Also where the data server and rank 0 are killed: rank 0 resumes, and the head node has every version."""
 
@@ -262,44 +233,6 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
     here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
     assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
-
-
-@pytest.mark.nightly
-def test_what_is_generated_and_judged_elsewhere_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
-    """Also where reward workers come, die and leave."""
-
-    def config(machine: str, remote_roles: str) -> RunConfig:
-        return learning(
-            tmp_path / machine,
-            mode="sync",
-            training={"steps": 40},
-            generation={"servers": 1, "deterministic": True},
-            launch=LAUNCH | {"remote_roles": remote_roles},
-        )
-
-    with Launched(config("one", "none"), "alone") as run:
-        alone = Path(run.finished().model_url, "model.safetensors").read_bytes()
-    with Launched(config("head", "generation"), "apart") as run:
-        servers, stays = start(run, "generation"), start(run, "rewards", "--workers", 2)
-        leaves = start(run, "rewards", "--first", 2, "--workers", 1)
-        killed, _ = run.pid("rewards", 1), run.pid("rewards", 3)
-        run.until_step(2)
-        os.kill(killed, signal.SIGKILL)
-        run.pid("rewards", 1, but=killed)
-        leaves.process.send_signal(signal.SIGUSR1)
-        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
-        since = time.time()
-        run.until_step(run.step() + 2)
-        summary = run.finished()
-        for node in (servers, stays):
-            assert node.ended() == (0, "run apart has ended")
-    assert Path(summary.model_url, "model.safetensors").read_bytes() == alone
-    assert "rewards-1 was killed by SIGKILL: restart 1 of 2" in stays.output.read_text()
-    judged = [span for span in read_timeline(run.run.timeline) if span.kind == "score"]
-    assert {span.process for span in judged} == {f"rewards-{place}" for place in range(4)}
-    assert {span.process for span in judged if span.start_s > since} == {f"rewards-{place}" for place in range(3)}
-    assert "tokenizer.json" in (there := {file.name for file in (stays.copy(run).root / "model").iterdir()})
-    assert "model.safetensors" not in there
 
 
 def test_a_launcher_that_is_killed_ends_the_nodes(tmp_path: Path, start: Start) -> None:

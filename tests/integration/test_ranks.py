@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ import pytest
 
 from areal_core.training.distributed.ranks import rendezvous_of_ranks
 from tests.support import forked
-from tests.support.ranks import TIMEOUT_S, meeting, summing
+from tests.support.ranks import summing
 
 pytestmark = pytest.mark.slow  # they wait for one another in vain
 
@@ -31,15 +29,9 @@ class Ranks:
 
     def start(self, rank: int, size: int, *, where: str | None = None, join_s: float = PATIENCE_S) -> None:
         where = where or str(self._folder / "rendezvous")
-        self._start(rank, summing, rank, size, where, self._folder / "go", join_s)
-
-    def start_meeting(self, rank: int, size: int, *, where: str | None = None) -> None:
-        where = where or str(self._folder / "rendezvous")
-        self._start(rank, meeting, rank, size, where, self._folder / "go", PATIENCE_S)
-
-    def _start(self, rank: int, work: Callable[..., None], *arguments: object) -> None:
         environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
-        self.started[rank] = forked.start(work, *arguments, output=self._output(rank), environment=environment)
+        arguments = (rank, size, where, self._folder / "go", join_s)
+        self.started[rank] = forked.start(summing, *arguments, output=self._output(rank), environment=environment)
 
     def lines(self, rank: int, count: int = 1) -> list[str]:
         """The first lines that a rank prints, once there are as many."""
@@ -54,11 +46,6 @@ class Ranks:
 
     def go(self) -> None:
         (self._folder / "go").touch()
-
-    def signal(self, rank: int, signum: signal.Signals) -> None:
-        pid = self.started[rank].pid
-        assert pid is not None
-        os.kill(pid, signum)
 
     def error(self, rank: int) -> str:
         """The last line of a rank that has failed."""
@@ -108,19 +95,6 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.nightly
-def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
-    for rank in range(3):
-        ranks.start(rank, 3)
-    assert [ranks.lines(rank) for rank in range(3)] == [["sum 3.0 3.0 max 2"]] * 3
-    ranks.signal(1, signal.SIGSTOP)
-    ranks.go()
-    errors = [ranks.error(rank) for rank in (0, 2)]
-    for error in errors:  # whoever times out first closes its connections, which is how the other hears of it
-        assert error.startswith("rank 1 (host 10.0.0.1) did not reach all_reduce 3 ")
-    assert any(error.endswith(f"within {TIMEOUT_S:g} s (training.collective_timeout_s)") for error in errors)
-
-
 def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.start(rank, 2)
@@ -159,46 +133,8 @@ def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone
         assert ranks.started[rank].exitcode == 0
 
 
-@pytest.mark.nightly
-def test_lost_rendezvous_delays_no_error(ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    place = where(rendezvous, tmp_path)
-    for rank in range(2):
-        ranks.start(rank, 2, where=place)
-    assert ranks.lines(0) == ranks.lines(1) == ["sum 1.0 2.0 max 1"]
-    ranks.signal(1, signal.SIGSTOP)
-    rendezvous.send_signal(signal.SIGSTOP)
-    ranks.go()
-    assert ranks.error(0) == "rank 0 has lost the rendezvous and, in all_reduce 3, the other ranks"
-
-
 def test_rendezvous_of_ranks(tmp_path: Path) -> None:
     assert rendezvous_of_ranks({}, tmp_path) == tmp_path / "rendezvous-0"
     assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
     by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
     assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"
-
-
-@pytest.mark.nightly
-def test_ranks_wait_for_one_that_waits_for_the_store(
-    ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    place = where(rendezvous, tmp_path)
-    for rank in range(2):
-        ranks.start_meeting(rank, 2, where=place)
-    assert ranks.lines(1) == ["here"]
-    time.sleep(1.5 * TIMEOUT_S)  # which no collective waits
-    ranks.go()
-    assert ranks.lines(0, 2)[1] == ranks.lines(1, 2)[1] == "sum 1.0 2.0"
-
-
-@pytest.mark.nightly
-def test_error_names_a_rank_that_stops_while_it_waits_for_the_store(ranks: Ranks) -> None:
-    """As one whose machine is cut off while it waits for the store."""
-    for rank in range(2):
-        ranks.start_meeting(rank, 2)
-    assert ranks.lines(0) == ["here"]
-    time.sleep(1.5 * TIMEOUT_S)
-    ranks.signal(0, signal.SIGSTOP)
-    assert ranks.error(1) == (
-        "rank 0 (host 10.0.0.0) did not reach the others, and said nothing, within 4 s (training.collective_timeout_s)"
-    )

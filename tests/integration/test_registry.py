@@ -49,16 +49,3 @@ def test_a_model_in_a_folder_is_named_by_a_tag(uri: str, tmp_path: Path) -> None
     register(client, run_id, {**model("local", 0.5, name="areal-local"), "url": str(tmp_path)})
     (version,) = client.search_model_versions("name='areal-local'")
     assert (version.source, version.tags["areal.url"]) == (f"runs:/{run_id}/summary.json", str(tmp_path))
-
-
-def test_data_sets_are_inputs_of_a_run(uri: str) -> None:
-    sets = [
-        {"name": f"{context}.jsonl", "digest": "0" * 64, "source": f"/data/{context}.jsonl", "context": context}
-        for context in ("training", "evaluation")
-    ]
-    run_id = start_run(uri, "e", "inputs", {}, {}, sets)
-    inputs = MlflowClient(uri).get_run(run_id).inputs.dataset_inputs
-    assert {(one.dataset.name, one.tags[0].value) for one in inputs} == {
-        ("training.jsonl", "training"),
-        ("evaluation.jsonl", "evaluation"),
-    }

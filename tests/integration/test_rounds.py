@@ -94,20 +94,6 @@ def works(output: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvous) -> None:
-    outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
-    rendezvous.wait_for(lambda: all(works(output) for output in outputs))
-    rendezvous.process.send_signal(signal.SIGSTOP)
-    time.sleep(2 * rendezvous.agent_lives_s)
-    rendezvous.process.send_signal(signal.SIGCONT)
-    for output in outputs:  # as ranks do when one of them is missing
-        os.kill(int(WORKING.findall(output.read_text())[0]), signal.SIGKILL)
-    rendezvous.wait_for(lambda: all(len(WORKING.findall(output.read_text())) == 2 for output in outputs))
-    assert [agent.poll() for agent in rendezvous.agents] == [None, None]
-
-
-@pytest.mark.slow
 @pytest.mark.recovery
 def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
     rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
@@ -119,27 +105,6 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
     rendezvous.wait_for(lambda: works(again))
     assert works(stays)
     assert rendezvous.agents[0].poll() is None
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_ranks_follow_the_numbers_of_machines(rendezvous: Rendezvous) -> None:
-    tells = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
-    outputs = {node: rendezvous.agent(tells, node=node) for node in (1, 0)}  # torchrun goes by address and process id
-    assert [agent.wait(PATIENCE_S) for agent in rendezvous.agents] == [0, 0]
-    assert {node: output.read_text().strip() for node, output in outputs.items()} == {
-        0: "rank 0 of 2",
-        1: "rank 1 of 2",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
-    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
-    line = "--node: two machines say that they are number 0"
-    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
-    assert not any(works(output) for output in outputs)
 
 
 class Command:
@@ -161,3 +126,12 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Ren
     assert rendezvous.agents[0].wait(PATIENCE_S) == 1
     assert "the state of the rendezvous was not written by an agent of this run" in output.read_text()
     assert not (tmp_path / "taken-over").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
+    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
+    line = "--node: two machines say that they are number 0"
+    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
+    assert not any(works(output) for output in outputs)

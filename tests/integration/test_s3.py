@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import time as clock
 import uuid
 from collections.abc import Callable, Iterator
@@ -166,15 +165,6 @@ def test_a_server_that_stays_away_is_given_up(server: FaultyServer, store: Stora
     assert sum(time.slept) == pytest.approx(60.0)
 
 
-def test_what_is_refused_is_not_asked_for_again(
-    server: FaultyServer, store: Storage, time: VirtualClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.faults.append(403)
-    with pytest.raises(StorageError, match=rf"^storage\.url: can't write {store.url}/name: as told \(AccessDenied\)$"):
-        store.put_bytes("name", b"1")
-    assert (len(server.requests), time.slept, told(caplog)) == (1, [], [])
-
-
 def test_an_object_that_is_replaced_while_it_is_read_is_read_again(
     server: FaultyServer, store: Storage, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,24 +185,6 @@ def test_an_object_that_is_replaced_while_it_is_read_is_read_again(
     store.get_file("name", tmp_path / "back")
     assert asked
     assert (tmp_path / "back").read_bytes() == new
-
-
-def assert_open_fails(url: str, endpoint: str, reason: str) -> None:
-    with pytest.raises(StorageError, match=rf"^storage\.url: .*{reason}") as caught:
-        Storage.open(url, endpoint)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_silent_endpoint_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert_open_fails("s3://bucket/x", f"http://127.0.0.1:{silent.getsockname()[1]}", "no response in time")
-
-
-def test_wrong_endpoint_and_bucket_are_refused(endpoint: str) -> None:
-    assert_open_fails("s3://bucket/x", "not a url", "Invalid endpoint")
-    assert_open_fails("s3://Not_A_Bucket!/x", endpoint, "Invalid bucket name")
 
 
 def test_a_server_that_fails_while_it_is_opened(server: FaultyServer) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -14,11 +11,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from areal_core.api.controller_client import ControllerClient
 from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
-from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation import connection
 from areal_core.generation.client import GenerationClient
@@ -26,12 +21,8 @@ from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.server.routes import GenerationServer
 from areal_core.models.folders import read_weights
 from areal_core.storage.weights import base_version
-from areal_core.training.recipe import cache_key
 from areal_core.types import PolicyVersion
 from tests.support.generation import QWEN2, request, write
-from tests.support.live_servers import url_of
-from tests.support.runs import Launched
-from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories
 
 SPEC = dataclasses.replace(QWEN2, context=32768)  # long completions
 LONG = {"max_tokens": 30_000, "stop_token_ids": ()}
@@ -185,46 +176,3 @@ async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(mon
     await client.close()
     await runner.cleanup()
     assert ports[0] == ports[1] != ports[2]
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_seconds(45)
-@pytest.mark.nightly
-def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: Path) -> None:
-    config = audited(tmp_path, servers=1, interruption="recompute", steps=24)
-    ready, model = tmp_path / "by-hand-ready.json", tmp_path / "cache" / cache_key(config)
-    command = ["areal_core.generation.server.routes", "--model", str(model), "--ready-file", str(ready)]
-    by_hand = subprocess.Popen([sys.executable, "-m", *command])
-    try:
-        url_of(by_hand, ready)
-        with Launched(config, "by-hand") as run, PublishedWeights(run) as published:
-            server, client = ServerView(url_of(by_hand, ready), None), ControllerClient(run.run)
-            run.until_step(3)
-            newest = _newest(run)
-            client.join("by-hand", server.url)
-            assert server.version() >= newest
-            run.wait_for("it decodes", lambda: server.running() >= 4)
-            assert server.ask(request("held-out-1", n=3)) > 0  # other requests are in no count of the run
-            client.leave("by-hand")
-            sampled, step = server.generated(), run.step()
-            run.until_step(step + 3)
-            assert (server.generated(), server.running()) == (sampled, 0)
-            assert run.finished().tokens.allowance == 0
-            client.close()
-            assert by_hand.poll() is None  # whoever started it ends it
-    finally:
-        by_hand.terminate()
-        by_hand.wait()
-    assert not re.search(r"failed|taken out|without", run.run.log_file("controller").read_text())
-    check_trajectories(run, published, interrupted=False)  # at this size one may be, on a machine that is busy
-
-
-def _newest(run: Launched) -> int:
-    """The newest version that the controller knows."""
-    ledger = TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)
-    try:
-        newest = ledger.versions.newest()
-        assert newest is not None
-        return newest.version
-    finally:
-        ledger.close()

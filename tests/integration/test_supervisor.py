@@ -112,41 +112,49 @@ def test_returns_when_every_process_has_exited_with_0(rig: Rig) -> None:
     assert rig.run.log_file("role", 1).read_text() == "role-1 True\n"
 
 
-def test_a_process_is_nice_once_it_is_ready(rig: Rig) -> None:
+def test_process_gets_environment_and_cores_at_its_start_and_is_nice_once_it_is_ready(rig: Rig) -> None:
     """By its own value and by that of its session, where the kernel weighs sessions against each other."""
     rig.on_ready = (rig.scratch / "go").touch
     look = """
 group = Path("/proc/self/autogroup")
 print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "-", flush=True)
 """
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    rig.supervisor(ADOPT + look + SETTLED.removeprefix(ADOPT) + look, launch(), nice=own + 3).run()
+    told = "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
+    own, core = os.getpriority(os.PRIO_PROCESS, 0), min(os.sched_getaffinity(0))
+    settings = {"nice": own + 3, "cpus": frozenset({core}), "env": lambda index: {"EXTRA": "yes"}}
+    rig.supervisor(ADOPT + look + SETTLED.removeprefix(ADOPT) + look + told, launch(), **settings).run()
     groups = Path("/proc/self/autogroup").exists()
-    assert rig.lines == [f"role-0: {own} {0 if groups else '-'}", f"role-0: {own + 3} {own + 3 if groups else '-'}"]
+    assert rig.lines == [
+        f"role-0: {own} {0 if groups else '-'}",
+        f"role-0: {own + 3} {own + 3 if groups else '-'}",
+        f"role-0: {{{core}}} 1 yes",
+    ]
 
 
-def test_pins_and_sets_the_environment(rig: Rig) -> None:
-    rig.on_ready = (rig.scratch / "go").touch
-    core = min(os.sched_getaffinity(0))
-    code = SETTLED + "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
-    rig.supervisor(code, launch(), cpus=frozenset({core}), env=lambda index: {"EXTRA": "yes"}).run()
-    assert rig.lines == [f"role-0: {{{core}}} 1 yes"]
-
-
-def test_on_ready_gets_the_address_and_stop_ends_the_process(rig: Rig) -> None:
+def test_stopped_process_that_ignores_sigterm_is_killed(rig: Rig) -> None:
     rig.on_ready = rig.stop.set
-    rig.supervisor(SERVE, launch()).run()
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN); process.announce_ready"
+    code = SERVE.replace("process.announce_ready", ignores)
+    rig.supervisor(code, launch(stop_timeout_s=0.3)).run()
     ((index, info),) = rig.ready
     assert (index, info["url"]) == (0, "http://127.0.0.1:7")
     assert gone(info["pid"])
-
-
-def test_a_process_that_ignores_sigterm_is_killed(rig: Rig) -> None:
-    rig.on_ready = rig.stop.set
-    code = ADOPT + "signal.signal(signal.SIGTERM, signal.SIG_IGN); process.announce_ready(ready); time.sleep(600)"
-    rig.supervisor(code, launch(stop_timeout_s=0.3)).run()
-    assert gone(rig.ready[0][1]["pid"])
     assert rig.lines == ["role-0 did not end within 0.3 s of SIGTERM: killed"]
+
+
+def test_process_whose_ready_file_is_anothers_is_not_ready(rig: Rig) -> None:
+    rig.run.ready_file("role").write_text('{"pid": 1, "url": "stale"}')
+    orphan = "from areal_core.storage.rundir import write_json; write_json(ready, {'pid': 1, 'url': 'of an orphan'});"
+    code = ADOPT + orphan + "time.sleep(600)"
+    with pytest.raises(ProcessError, match=r"role-0 was not ready within 1.5 s \(launch.start_timeout_s\)"):
+        rig.supervisor(code, launch(start_timeout_s=1.5)).run()
+    assert rig.ready == []
+
+
+def test_process_that_has_had_restarts_of_its_own_gets_none(rig: Rig) -> None:
+    code = ADOPT + "print('ranks failed', flush=True); sys.exit(3)"
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; .* ends: ranks failed$"):
+        rig.supervisor(code, launch(restarts=2), final=3).run()
 
 
 def test_a_failed_process_is_started_again(rig: Rig) -> None:
@@ -165,26 +173,10 @@ def test_error_names_role_code_and_last_log_lines_when_restarts_are_spent(rig: R
     assert len((rig.scratch / "starts").read_text().split()) == 2
 
 
-def test_a_process_that_is_never_ready_is_an_error(rig: Rig) -> None:
-    code = ADOPT + "(scratch / 'pid').write_text(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(ProcessError, match=r"role-0 was not ready within 6 s \(launch.start_timeout_s\)"):
-        rig.supervisor(code, launch(start_timeout_s=6)).run()
-    assert gone(int((rig.scratch / "pid").read_text()))
-
-
 def test_a_program_that_is_absent_is_an_error(rig: Rig) -> None:
     role = RoleSpec(name="role", argv=lambda index: ["/nowhere/program"])
     with pytest.raises(ProcessError, match=r"role-0 can't be started: .*'/nowhere/program'"):
         Supervisor(rig.run, role, launch(), stop=rig.stop).run()
-
-
-def test_ready_files_of_other_processes_do_not_count(rig: Rig) -> None:
-    rig.run.ready_file("role").write_text('{"pid": 1, "url": "stale"}')
-    orphan = "from areal_core.storage.rundir import write_json; write_json(ready, {'pid': 1, 'url': 'of an orphan'});"
-    late = ADOPT + orphan + "time.sleep(600)"
-    with pytest.raises(ProcessError, match="was not ready"):
-        rig.supervisor(late, launch(start_timeout_s=1.5)).run()
-    assert rig.ready == []
 
 
 def test_a_gang_is_started_again_as_a_whole(rig: Rig) -> None:
@@ -225,15 +217,6 @@ def test_grandchildren_in_the_group_end_with_the_process(rig: Rig) -> None:
     assert gone(int((rig.scratch / "pid").read_text()))
 
 
-def test_logs_are_rotated_and_an_error_still_has_the_last_lines(rig: Rig) -> None:
-    limit = 64 * 1024
-    code = READY + "print(('x' * 99 + '\\n') * 2000 + 'some talk', flush=True); raise SystemExit('no luck')"
-    with pytest.raises(ProcessError, match=r"role-0\.log ends: x.* \| some talk \| no luck$"):
-        rig.supervisor(code, launch(log_bytes=limit, log_files=2)).run()
-    assert sorted(file.name for file in rig.run.logs.iterdir()) == ["role-0.log", "role-0.log.1", "role-0.log.2"]
-    assert all(file.stat().st_size <= limit for file in rig.run.logs.iterdir())
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_lines_of_a_process_have_the_runs_format_and_are_forwarded_without_it(rig: Rig, log_format: str) -> None:
     code = READY + "from areal_core.launch import logs; logs.start('role')\nlogs.logger.info('talk')"
@@ -272,22 +255,6 @@ role = RoleSpec(name="role", argv=lambda index: argv)
 Supervisor(run, role, LaunchConfig(stop_timeout_s=0.5), stop=StopSignal(), log=lambda line: None,
            on_ready=lambda index, info: print(info["pid"], flush=True)).run()
 """
-# A child with a grandchild in a session of its own, which is ready before the child is.
-FAMILY = (
-    ADOPT
-    + """
-grandchild = '''
-from areal_core.launch import process; {prelude}
-process.adopt(); print("tied", flush=True); import time; time.sleep(600)
-'''
-{prelude}
-started = subprocess.Popen([sys.executable, "-c", grandchild], start_new_session=True, stdout=subprocess.PIPE,
-                           pass_fds={pass_fds})
-started.stdout.readline()
-(scratch / "pid").write_text(str(started.pid))
-process.announce_ready(ready); time.sleep(600)
-"""
-)
 
 
 @contextmanager
@@ -301,22 +268,6 @@ def launcher_of(rig: Rig, code: str) -> Iterator[tuple[subprocess.Popen[str], in
     finally:
         launcher.kill()
         launcher.communicate()
-
-
-@pytest.mark.parametrize(
-    ("prelude", "pass_fds"),
-    [
-        pytest.param("process.die_with_parent = lambda signum: None", "process.lifeline_fds()", id="lifeline"),
-        pytest.param("pass", "()", id="pdeathsig"),
-    ],
-)
-def test_children_and_grandchildren_in_other_sessions_end_with_a_killed_launcher(
-    rig: Rig, prelude: str, pass_fds: str
-) -> None:
-    with launcher_of(rig, FAMILY.format(prelude=prelude, pass_fds=pass_fds)) as (launcher, child):
-        launcher.kill()
-        assert gone(child)
-        assert gone(int((rig.scratch / "pid").read_text()))
 
 
 def test_a_stopped_process_and_its_stopped_descendants_do_not_outlive_a_killed_launcher(rig: Rig) -> None:
@@ -370,14 +321,6 @@ def test_file_lock_is_held_until_every_process_that_inherited_it_is_gone(tmp_pat
     child.kill()
     child.wait()
     FileLock(tmp_path / "lock", timeout_s=0.0, busy="the run is busy").release()
-
-
-def test_a_process_that_has_had_restarts_of_its_own_gets_none(rig: Rig) -> None:
-    code = ADOPT + "print('ranks failed', flush=True); sys.exit(3)"
-    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; .* ends: ranks failed$"):
-        rig.supervisor(code, launch(restarts=2), final=3).run()
-    with pytest.raises(ProcessError, match="role-0 exited with code 3 after 1 restarts"):
-        rig.supervisor(code, launch(restarts=1), final=4).run()
 
 
 # Starts a process in a session of its own, which is stopped, and goes on as it is told.
@@ -466,12 +409,3 @@ def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_ba
         r"role-1 exited with code 3, and its restarts are spent: 1 of 2 go on, it is started again in \d+ s; ", spent
     )
     assert again == "role-1 has a restart again: restart 1 of 1"
-
-
-def test_the_last_one_of_those_that_go_on_ends_the_role(rig: Rig) -> None:
-    code = READY + "time.sleep(0.5 * (ready.stem == 'role-0')); sys.exit(3)"
-    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; "):
-        rig.supervisor(code, launch(restarts=0), count=2, spare=True).run()
-    assert any(
-        re.match(r"role-1 exited .* restarts are spent: 1 of 2 go on, it has none; ", line) for line in rig.lines
-    )

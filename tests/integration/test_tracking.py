@@ -103,28 +103,6 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert "responds again" in log
 
 
-@pytest.mark.nightly
-def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: Server, tmp_path: Path) -> None:
-    """What it was sent meanwhile lies in its socket: it takes that when it goes on, and gets the same again."""
-    run = Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}), flush_timeout_s=8.0)
-    forwarder = run.forward()
-    run.log(range(10))
-    until(lambda: run.outbox.unsent() == 0, "the first points")
-    server.signal(signal.SIGSTOP)
-    try:
-        run.log(range(10, 500))
-        run.outbox.end("FINISHED")
-        _, log = forwarder.communicate(timeout=240)
-    finally:
-        server.signal(signal.SIGCONT)
-
-    assert forwarder.returncode == 0, log
-    assert "no response in time" in log
-    assert "gave up after 8 s (tracking.flush_timeout_s) with 980 items unsent" in log
-    assert run.forward_here()
-    assert server.held(tracking_id(run)) == expected(range(500))
-
-
 @pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
 @pytest.mark.nightly
 def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
@@ -180,16 +158,6 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     assert client.get_run(tracking_id(run)).info.status == "FAILED"
 
 
-def test_orphan_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
-    code = f"import subprocess, sys; subprocess.run([sys.executable, *{run.command!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    until(run.folder.ready_file("tracker").exists, "the forwarder")
-    parent.kill()
-    parent.wait()
-
-    until(lambda: client.get_run(tracking_id(run)).info.status == "KILLED", "the run to be marked as killed", 15)
-
-
 def test_documents_are_shown(
     server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,24 +179,6 @@ def test_documents_are_shown(
     assert json.loads(summary.read_text())["reason"] == "steps"
     data = client.get_run(run_id).data
     assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
-
-
-def test_start_run_records_the_configuration(
-    server: Server, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
-    config = load({}).to_dict()
-
-    run_id = start_run(server.uri, "areal", "cpu-async", {"areal.git": "abc"}, config)
-
-    run = client.get_run(run_id)
-    assert (run.info.status, run.info.run_name, run.data.tags["areal.git"]) == ("RUNNING", "cpu-async", "abc")
-    assert client.get_experiment(run.info.experiment_id).name == "areal"
-    assert run.data.params["algorithm.group_size"] == "16"
-    assert run.data.params["model.path"] == "None"
-    saved = Path(client.download_artifacts(run_id, "config.json", str(tmp_path)))
-    assert json.loads(saved.read_text()) == config
 
 
 def test_database_behind_a_server_is_refused(server: Server) -> None:

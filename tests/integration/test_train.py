@@ -13,7 +13,7 @@ from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows.stack import ROOT
-from tests.support.control import emulated, environment, processes_of, run_python
+from tests.support.control import emulated, environment, processes_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +42,3 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -
     assert published
     assert saved
     assert saved.step == published.version
-
-
-def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:
-    ran = run_python(tmp_path, "flows.train", "training.stepz=3")
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines() == ["areal: error: training.stepz: no such field; did you mean training.steps?"]
-    assert list(tmp_path.iterdir()) == []

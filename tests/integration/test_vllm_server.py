@@ -8,9 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
-import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -20,9 +18,8 @@ from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from tests.support.generation import request
-from tests.support.live_servers import EXACT, QWEN2, Server, deviations, members, post, publish, serving, start, url_of
+from tests.support.live_servers import EXACT, QWEN2, Server, deviations, members, publish, start, url_of
 
-COUNTING = "--worker-extension-cls tests.support.counting_vllm.Counting"
 FAKE = """#!/bin/sh
 # An interpreter that says that it has vLLM.
 echo '{"vllm": "0.32.0"}'
@@ -95,35 +92,6 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
         server.process.kill()
         server.process.wait()
         gone(server.process.pid)
-
-
-@pytest.mark.vllm
-@pytest.mark.cpu_seconds(60)  # two processes import vLLM
-@pytest.mark.nightly
-async def test_a_tensor_parallel_process_reads_its_shard_of_an_update(tmp_path):
-    """What is replicated every rank reads, of all else each rank its half; one of them checks the file for both."""
-    published = publish(tmp_path / "model", replace(QWEN2, kv_heads=2, vocab_size=128), {0: 11, 1: 12})
-    options = ("--tensor-parallel", 2, f"--arguments={COUNTING}")
-    with serving("vllm", published.base, tmp_path / "ready.json", *options) as server:
-        client = GenerationClient(server.url)
-        await client.identify()
-        async with aiohttp.ClientSession(server.url) as http:
-            await post(http, "/collective_rpc", {"method": "count_reads"})
-            await client.load_version(published.versions[1], "resubmit")
-            status, counted = await post(http, "/collective_rpc", {"method": "reads"})
-        assert status == 200
-        asked = request("after", max_tokens=16, stop_token_ids=())
-        [completion] = await client.complete(asked)
-        assert set(completion.versions.tolist()) == {1}
-        assert deviations(published.reference, asked, completion).max() < EXACT
-        await client.close()
-    sizes = {name: tensor.nbytes for name, tensor in load_file(published.base / "model.safetensors").items()}
-    replicated = sum(size for name, size in sizes.items() if "norm" in name)
-    parted = sum(sizes.values()) - replicated
-    again = sum(size for name, size in sizes.items() if name.endswith("bias"))  # vLLM copies its share of those twice
-    assert [rank["bytes"] for rank in counted["results"]] == [replicated + (parted + again) / 2] * 2
-    assert [rank["mapped"] for rank in counted["results"]] == [False, False]
-    assert sorted(rank["hashed"] for rank in counted["results"]) == [0, 1]
 
 
 @pytest.mark.vllm

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.recovery]
@@ -52,23 +50,3 @@ def test_a_stopped_process_of_each_role_is_started_again(tmp_path: Path) -> None
                 rf"{role}-{index} has given no sign of life for 4 s \(launch.liveness_timeout_s\): T \(stopped\); "
             )
             assert re.search(rf"{diagnosis}.*; its stacks can't be told: killed: restart 1 of 2", run.output())
-
-
-@pytest.mark.nightly
-def test_an_evaluation_that_takes_longer_than_the_stall_timeout_fails_no_run_whose_steps_are_done(
-    tmp_path: Path,
-) -> None:
-    """Nothing else is left to do; a shorter pause than that of the liveness watchdog stands for its slowness."""
-    stall_s = 8.0
-    with Launched(tiny(tmp_path, launch={"stall_timeout_s": stall_s}), "slow") as run:
-        evaluator = run.pid("evaluator")
-        os.kill(evaluator, signal.SIGSTOP)
-        run.wait_for("the last step is made", lambda: has_finished(run.run))
-        time.sleep(1.5 * stall_s)  # nothing may come of it
-        os.kill(evaluator, signal.SIGCONT)
-        run.finished()
-
-
-def has_finished(run: RunDir) -> bool:
-    """Whether the trainer has saved its model."""
-    return (run.root / "final" / "model.safetensors").exists()

@@ -6,19 +6,17 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from areal_core.config.schema import RunConfig
 from areal_core.run.launcher import run_folder
-from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
 from tests.support import namespaces
 from tests.support.namespaces import TIMEOUT_S, Switch
-from tests.support.runs import checked_summary
+from tests.support.runs import Watched, checked_summary
 
 T = TypeVar("T")
 
@@ -113,7 +111,7 @@ while True:
         return f"{self._own}-{host}"
 
 
-class Cluster:
+class Cluster(Watched):
     """One run across the machines of a network. A context: whatever is left at its end is killed."""
 
     def __init__(self, network: Network, config: RunConfig, run_id: str) -> None:
@@ -130,6 +128,7 @@ class Cluster:
                 HEAD_NODE, self._text(HEAD_NODE), "-m", "areal_core", "--run-id", run_id, "--config", file
             )
         }
+        self.launcher = self.processes[HEAD_NODE]
         self.start(GENERATES)
         self.start(TRAINS)
 
@@ -162,39 +161,15 @@ class Cluster:
         for process in self.processes.values():
             process.wait()
 
-    def output(self, host: str) -> str:
+    def said(self, host: str) -> str:
         return self._text(host).read_text()
 
-    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
-        """What `condition` gives once it gives something, while the launcher runs."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            if found := condition():
-                return found
-            assert self.processes[HEAD_NODE].poll() is None, f"the run ended before: {what}\n{self._outputs()}"
-            time.sleep(0.02)
-        raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self._outputs()}")
-
-    def step(self) -> int:
-        """The newest published version."""
-        newest = weights.newest(self.run.weights)
-        return 0 if newest is None else newest.version
-
-    def until_step(self, step: int) -> None:
-        self.wait_for(f"step {step}", lambda: self.step() >= step)
+    def output(self) -> str:
+        return "\n".join(f"-- {host}\n{self.said(host)[-4000:]}" for host in self.processes)
 
     def says(self, host: str, text: str) -> None:
         """Wait for a text in the output of a machine's command."""
-        self.wait_for(f"{host} says {text!r}", lambda: text in self.output(host))
-
-    def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
-        """The process of a role that was ready last, another one than `but`. Machines share process numbers."""
-
-        def ready() -> int | None:
-            info = self.run.ready_info(role, index)
-            return info["pid"] if info and info["pid"] != but else None
-
-        return ready() or self.wait_for(f"{role}-{index} is ready", ready)
+        self.wait_for(f"{host} says {text!r}", lambda: text in self.said(host))
 
     def pids(self, host: str) -> list[int]:
         """The processes of this run there."""
@@ -211,12 +186,9 @@ class Cluster:
             try:
                 status = process.wait(TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"{host} hangs\n{self._outputs()}") from None
-            assert status == 0, f"{host} ended with {status}\n{self._outputs()}"
-        assert not {host: left for host in ADDRESSES if (left := self.pids(host))}, self._outputs()
+                raise AssertionError(f"{host} hangs\n{self.output()}") from None
+            assert status == 0, f"{host} ended with {status}\n{self.output()}"
+        assert not {host: left for host in ADDRESSES if (left := self.pids(host))}, self.output()
 
     def _text(self, host: str) -> Path:
         return self._texts / f"{host}.txt"
-
-    def _outputs(self) -> str:
-        return "\n".join(f"-- {host}\n{self.output(host)[-4000:]}" for host in self.processes)

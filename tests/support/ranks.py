@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,22 +22,6 @@ def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
         print("sum", *group.all_reduce_sum(np.array([rank, 1.0])), "max", *group.all_reduce_max(np.array([rank])))
         while not go.exists():
             time.sleep(0.01)
-        print("sum", *group.all_reduce_sum(np.array([rank, 1.0])))
-        group.close()
-    except ProcessError as error:
-        sys.exit(f"{error}")
-
-
-def meeting(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
-    """A rank that meets the others before it sums. Rank 0 comes once `go` exists, and says so until then."""
-    try:
-        rendezvous = where if where.count(":") else Path(where)
-        group = RankGroup(rank, size, rendezvous=rendezvous, timeout_s=TIMEOUT_S, join_s=join_s)
-        print("here")
-        with group.held_up() if rank == 0 else nullcontext():
-            while rank == 0 and not go.exists():
-                time.sleep(0.01)
-        group.meet()
         print("sum", *group.all_reduce_sum(np.array([rank, 1.0])))
         group.close()
     except ProcessError as error:

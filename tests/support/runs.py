@@ -54,13 +54,50 @@ def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
     return load(base | {name: base.get(name, {}) | values for name, values in fields.items()})
 
 
-class Launched:
+class Watched:
+    """A run at work; `launcher` is the process that ends with it."""
+
+    run: RunDir
+    launcher: subprocess.Popen[Any]
+    timeout_s = TIMEOUT_S  # for whatever is waited for
+
+    def output(self) -> str:
+        raise NotImplementedError
+
+    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
+        """What `condition` gives once it gives something, while the launcher lives."""
+        deadline = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            assert self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
+            time.sleep(0.02)
+        raise AssertionError(f"not within {self.timeout_s:g} s: {what}\n{self.output()}")
+
+    def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
+        """The process of a role once it is ready, another one than `but`. Machines share process numbers."""
+
+        def ready() -> int | None:
+            info = self.run.ready_info(role, index)
+            return info["pid"] if info and info["pid"] != but else None
+
+        return ready() or self.wait_for(f"{role}-{index} is ready", ready)
+
+    def step(self) -> int:
+        """The newest published version."""
+        newest = weights.newest(self.run.weights)
+        return 0 if newest is None else newest.version
+
+    def until_step(self, step: int) -> None:
+        """Return once version `step`, or a later one, is published."""
+        self.wait_for(f"step {step}", lambda: self.step() >= step)
+
+
+class Launched(Watched):
     """`python -m areal_core` at work. A context: whatever is left at its end is killed."""
 
-    def __init__(self, config: RunConfig, run_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s` bounds whatever is waited for."""
+    def __init__(self, config: RunConfig, run_id: str) -> None:
         self.config = config
-        self._timeout_s = timeout_s
         self.run = run_folder(config, run_id)
         self._mark = secrets.token_hex(8)
         state = Path(config.state_dir)
@@ -87,25 +124,6 @@ class Launched:
     def output(self) -> str:
         return Path(self._output.name).read_text()
 
-    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
-        """What `condition` gives once it gives something, while the launcher lives."""
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            if found := condition():
-                return found
-            assert self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
-            time.sleep(0.02)
-        raise AssertionError(f"not within {self._timeout_s:g} s: {what}\n{self.output()}")
-
-    def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
-        """The process of a role once it is ready, another one than `but`."""
-
-        def ready() -> int | None:
-            with suppress(FileNotFoundError):
-                return pid if (pid := self.last_pid(role, index)) != but else None
-
-        return self.wait_for(f"{role}-{index} is ready", ready)
-
     def last_pid(self, role: str, index: int = 0) -> int:
         """The process of a role that was ready last."""
         return json.loads(self.run.ready_file(role, index).read_text())["pid"]
@@ -117,19 +135,10 @@ class Launched:
     def children(self, pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def step(self) -> int:
-        """The newest published version."""
-        newest = weights.newest(self.run.weights)
-        return 0 if newest is None else newest.version
-
-    def until_step(self, step: int) -> None:
-        """Return once version `step`, or a later one, is published."""
-        self.wait_for(f"step {step}", lambda: self.step() >= step)
-
     def end(self) -> int:
         """The launcher's exit status; nothing that it started may be left."""
         try:
-            status = self.launcher.wait(self._timeout_s)
+            status = self.launcher.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher hangs\n{self.output()}") from None
         left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.processes()}
@@ -150,7 +159,7 @@ class Launched:
 
     def gone(self) -> None:
         """Wait until nothing is left of a run whose launcher is gone."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while self.processes():
             assert time.monotonic() < deadline, f"left running: {self.processes()}"
             time.sleep(0.05)

@@ -8,7 +8,7 @@ import re
 import threading
 import urllib.request
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.models.verified import weights_digest
-from areal_core.types import GenerationRequest, GroupPayload, GroupState, PolicyVersion
+from areal_core.types import GenerationRequest, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
 from tests.support.runs import Launched, tiny
 
 _LOOK_S = 0.02  # the trainer deletes a version several steps after it was published
 _TOLERANCE = 1e-4  # nats, float32 here and there
 _TEXTS = 64  # in one forward pass
+_Text = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # prompt, tokens, versions, log-probabilities
 _METRIC = re.compile(r"^(?:areal_generation|vllm)[_:](\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -49,7 +50,7 @@ def audited(state: Path, *, servers: int, interruption: str, steps: int, **group
         "training": {"steps": steps, "learning_rate": 5e-3, "weight_decay": 0.5, "checkpoint_every": steps},
         "evaluation": {"every": steps},
     }
-    merged = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
+    merged: dict[str, Any] = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
     return tiny(state, mode="async", **merged)
 
 
@@ -142,127 +143,83 @@ def check_trajectories(run: Launched, published: PublishedWeights, *, interrupte
     order and dropped nothing. `interrupted`: an update must have come while completions ran, some tokens before and
     some after."""
     config = run.config
-    ledger = TrajectoryLedger(run.run.ledger, group_size=config.algorithm.group_size)
-    try:
-        _check_groups(config, ledger)
-        batches = _payloads(run, ledger)
-        for step, batch in batches.items():
-            for prompt_index, payload in batch.items():
-                _check_versions(config, step, prompt_index, payload)
-        reference = _Reference(run, ledger, published)
-        payloads = [payload for batch in batches.values() for payload in batch.values()]
-        reference.check(payloads)
-        versions = range(config.training.steps)
-        assert {version for payload in payloads for version in payload.versions.tolist()} <= set(versions)
-        seams = (len(set(completion[1].tolist())) > 1 for payload in payloads for completion in _split(payload))
-        assert any(seams) or not interrupted
-    finally:
-        ledger.close()
-
-
-def _check_groups(config: RunConfig, ledger: TrajectoryLedger) -> None:
-    """No more is admitted than the steps consume, so at the end the ledger holds the batches and nothing else."""
-    steps, groups = config.training.steps, config.groups_per_batch
-    assert not ledger.dropped()
-    assert {state: count for state, count in ledger.counts().items() if count} == {GroupState.CONSUMED: steps * groups}
-    batches = [ledger.batch(step) for step in range(1, steps + 1)]
-    rows = [batch.groups for batch in batches if batch is not None]
-    assert [len(row) for row in rows] == [groups] * steps
-    assert all(len(group.lengths) == config.algorithm.group_size for row in rows for group in row)
-    assert len({group.group_id for row in rows for group in row}) == steps * groups
-    consumed = [index for step in range(1, steps + 1) for index in ledger.prompt_indices(step)]
-    assert sorted(consumed) == list(range(steps * groups))
-    tokens = ledger.tokens()
-    assert tokens.balanced
-    assert tokens.accounted == tokens.consumed == sum(sum(group.lengths) for row in rows for group in row)
-
-
-def _payloads(run: Launched, ledger: TrajectoryLedger) -> dict[int, dict[int, GroupPayload]]:
-    """step -> prompt index -> the group; its prompt is the one of that index."""
-    source = open_source(run.config, Tokenizer.from_folder(run.run.info().model_path))
-    found: dict[int, dict[int, GroupPayload]] = defaultdict(dict)
-    for step in range(1, run.config.training.steps + 1):
-        manifest = ledger.batch(step)
-        assert manifest is not None
-        for prompt_index, group in zip(ledger.prompt_indices(step), manifest.groups, strict=True):
-            payload = read_group_file(run.run.payloads, group, range(len(group.lengths)))
-            assert tuple(payload.prompt_tokens.tolist()) == source.prompt(prompt_index).token_ids
-            assert tuple(payload.lengths.tolist()) == group.lengths
-            assert len(payload.tokens) == len(payload.versions) == len(payload.logprobs) == sum(group.lengths)
-            found[step][prompt_index] = payload
-    return found
-
-
-def _check_versions(config: RunConfig, step: int, prompt_index: int, payload: GroupPayload) -> None:
-    """A step trains on no token that its own weights, or later ones, sampled. Where nothing was dropped prompts were
-    admitted in their order, each when the gate allowed it: so no server that took work had older weights than these."""
-    admitted = (prompt_index + 1) * config.algorithm.group_size
-    oldest = -(-admitted // config.rollout.batch_size) - 1 - config.max_staleness
-    assert max(0, oldest) <= payload.versions.min()
-    assert payload.versions.max() <= step - 1
-    for _, versions, _ in _split(payload):
-        assert (np.diff(versions) >= 0).all(), versions
-
-
-def _split(payload: GroupPayload) -> list[tuple[Any, Any, Any]]:
-    """Tokens, versions and log-probabilities of each completion, [L] each."""
-    cuts = np.cumsum(payload.lengths)[:-1]
-    arrays = (np.split(array, cuts) for array in (payload.tokens, payload.versions, payload.logprobs))
-    return list(zip(*arrays, strict=True))
-
-
-class _Reference:
-    """Transformers' log-probabilities of the tokens, under the weights of their versions."""
-
-    def __init__(self, run: Launched, ledger: TrajectoryLedger, published: PublishedWeights) -> None:
-        self._model = by_transformers(run.run.info().model_path, dtype=torch.float32)
-        self._files: dict[int, Path] = {}
-        for number in range(run.config.training.steps):
+    with closing(TrajectoryLedger(run.run.ledger, group_size=config.algorithm.group_size)) as ledger:
+        texts = _texts(run, ledger)
+        assert any(len(set(versions.tolist())) > 1 for _, _, versions, _ in texts) or not interrupted
+        files: dict[int, Path] = {}
+        for number in range(config.training.steps):
             version = ledger.versions.get(number)
             assert version is not None
             assert weights_digest(published.file(version)) == version.digest
-            self._files[number] = published.file(version)
+            files[number] = published.file(version)
+    model = by_transformers(run.run.info().model_path, dtype=torch.float32)
+    texts.sort(key=lambda text: -len(text[1]))  # those of a forward pass are padded to the same length
+    for version, file in files.items():
+        if not (of_version := [text for text in texts if version in text[2]]):
+            continue
+        recorded = np.concatenate([logprobs[versions == version] for _, _, versions, logprobs in of_version])
+        exact = _logprobs(model, file, of_version, version, torch.float64)
+        # Weights that are moved so far in a step may amplify rounding: transformers' own shows by how much.
+        rounding = np.abs(_logprobs(model, file, of_version, version) - exact).max()
+        np.testing.assert_allclose(recorded, exact, atol=_TOLERANCE + 10 * rounding, rtol=0)
+        other = files.get(version - 1 if version else 1)
+        if other is not None:  # the tolerance tells one version from the next
+            wrong = _logprobs(model, other, of_version[:_TEXTS], version)
+            assert np.abs(recorded[: len(wrong)] - wrong).max() > 10 * _TOLERANCE
 
-    def check(self, payloads: list[GroupPayload]) -> None:
-        texts = [
-            (payload.prompt_tokens, *completion) for payload in payloads for completion in _split(payload)
-        ]  # prompt, tokens, versions, log-probabilities
-        texts.sort(key=lambda text: -len(text[1]))  # those of a forward pass are padded to the same length
-        for version in self._files:
-            of_version = [text for text in texts if version in text[2]]
-            if not of_version:
-                continue
-            recorded = np.concatenate([text[3][text[2] == version] for text in of_version])
-            exact = self._logprobs(version, version, of_version, torch.float64)
-            # Weights that are moved so far in a step may amplify rounding: transformers' own shows by how much.
-            rounding = np.abs(self._logprobs(version, version, of_version) - exact).max()
-            np.testing.assert_allclose(recorded, exact, atol=_TOLERANCE + 10 * rounding, rtol=0)
-            other = version - 1 if version else 1
-            if other in self._files:  # the tolerance tells one version from the next
-                wrong = self._logprobs(other, version, of_version[:_TEXTS])
-                assert np.abs(recorded[: len(wrong)] - wrong).max() > 10 * _TOLERANCE
 
-    @torch.inference_mode()
-    def _logprobs(
-        self, version: int, of_version: int, texts: list[tuple[Any, ...]], dtype: torch.dtype = torch.float32
-    ) -> np.ndarray:
-        """Of the tokens that `of_version` sampled, under `version`, laid end to end."""
-        self._model.to(dtype)
-        self._load(version)
-        found: list[np.ndarray] = []
-        for start in range(0, len(texts), _TEXTS):
-            batch = texts[start : start + _TEXTS]
-            width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in batch)
-            ids = torch.zeros(len(batch), width, dtype=torch.long)
-            for row, (prompt, tokens, _, _) in enumerate(batch):  # padding behind a text changes nothing in it
-                ids[row, : len(prompt) + len(tokens)] = torch.from_numpy(np.concatenate([prompt, tokens])).long()
-            logprobs = self._model(ids).logits.log_softmax(-1)
-            for row, (prompt, tokens, versions, _) in enumerate(batch):
-                rows = logprobs[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1].numpy()
-                found.append(rows[np.arange(len(tokens)), tokens][versions == of_version])
-        return np.concatenate(found)
+def _texts(run: Launched, ledger: TrajectoryLedger) -> list[_Text]:
+    """All completions; no more is admitted than the steps consume, so at the end the ledger holds them and nothing
+    else."""
+    config = run.config
+    steps, groups, size = range(1, config.training.steps + 1), config.groups_per_batch, config.algorithm.group_size
+    assert not ledger.dropped()
+    assert ledger.tokens().balanced
+    consumed = len(steps) * groups
+    assert {state: count for state, count in ledger.counts().items() if count} == {GroupState.CONSUMED: consumed}
+    source = open_source(config, Tokenizer.from_folder(run.run.info().model_path))
+    found: list[_Text] = []
+    prompts: list[int] = []
+    for step in steps:
+        manifest = ledger.batch(step)
+        assert manifest is not None
+        for prompt_index, group in zip(ledger.prompt_indices(step), manifest.groups, strict=True):
+            payload = read_group_file(run.run.payloads, group, range(size))
+            assert tuple(payload.prompt_tokens.tolist()) == source.prompt(prompt_index).token_ids
+            assert tuple(payload.lengths.tolist()) == group.lengths
+            # Prompts are admitted in their order, each when the gate allows it: no server that took work had older
+            # weights than these. A step trains on no token that its own weights, or later ones, sampled.
+            oldest = -(-(prompt_index + 1) * size // config.rollout.batch_size) - 1 - config.max_staleness
+            assert max(0, oldest) <= payload.versions.min()
+            assert payload.versions.max() <= step - 1
+            cuts = np.cumsum(payload.lengths)[:-1]
+            parts = [np.split(array, cuts) for array in (payload.tokens, payload.versions, payload.logprobs)]
+            completions = list(zip(*parts, strict=True))
+            assert all((np.diff(versions) >= 0).all() for _, versions, _ in completions)
+            found += [(payload.prompt_tokens, *completion) for completion in completions]
+            prompts.append(prompt_index)
+    assert sorted(prompts) == list(range(consumed))
+    assert ledger.tokens().accounted == ledger.tokens().consumed == sum(len(text[1]) for text in found)
+    return found
 
-    def _load(self, version: int) -> None:
-        missing, unexpected = self._model.load_state_dict(load_file(self._files[version]), strict=False)
-        assert not unexpected
-        assert set(missing) <= ({"lm_head.weight"} if self._model.config.tie_word_embeddings else set())
+
+@torch.inference_mode()
+def _logprobs(
+    model: Any, file: Path, texts: list[_Text], version: int, dtype: torch.dtype = torch.float32
+) -> np.ndarray:
+    """Of the tokens that `version` sampled, by transformers under the weights in `file`, laid end to end."""
+    missing, unexpected = model.to(dtype).load_state_dict(load_file(file), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    found: list[np.ndarray] = []
+    for start in range(0, len(texts), _TEXTS):
+        batch = texts[start : start + _TEXTS]
+        width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, (prompt, tokens, _, _) in enumerate(batch):  # padding behind a text changes nothing in it
+            ids[row, : len(prompt) + len(tokens)] = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+        logprobs = model(ids).logits.log_softmax(-1)
+        for row, (prompt, tokens, versions, _) in enumerate(batch):
+            rows = logprobs[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1].numpy()
+            found.append(rows[np.arange(len(tokens)), tokens][versions == version])
+    return np.concatenate(found)

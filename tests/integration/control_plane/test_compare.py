@@ -53,58 +53,43 @@ def _children(up: Up, parent: Run) -> dict[str, Run]:
     return {str(run.info.run_name): run for run in found}
 
 
-def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
-    deployment = up.deployment(DEPLOYMENT)
-    assert deployment.entrypoint == "flows/compare.py:areal_compare"
-    assert deployment.work_pool_name == "areal-local"
-    properties = deployment.parameter_openapi_schema["properties"]
-    assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
-
-
-def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+def test_comparison_leaves_a_report_artifacts_and_runs(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
-    folder = up.state / "comparisons" / "first"
-    assert f"report: {folder / 'report.md'}" in first.stdout
-    its = _parent(up, "first").info
-    assert f"MLflow: {up.told['mlflow_uri']}/#/experiments/{its.experiment_id}/runs/{its.run_id}?" in first.stdout
-    assert "curves over time: " in first.stdout
-    assert "ratio or difference to sync" in " ".join(first.stdout.split())
-    assert first.stdout.startswith("Comparison first\n")
-    assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
-
-
-def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subprocess.CompletedProcess[str]) -> None:
-    assert first.returncode == 0
-    flow_run = up.newest()
-    artifacts = up.artifacts(flow_run.id)
-    assert {"areal-progress", "areal-result", "areal-places", "areal-comparison"} <= set(artifacts)
-    assert _parent(up, "first").info.run_id in artifacts["areal-mlflow"].data
-    assert "viewStateShareKey=areal" in artifacts["areal-table-of-runs"].data
-    assert "x_axis=relative" in artifacts["areal-curves-over-time"].data
-    assert "x_axis=step" in artifacts["areal-curves-over-steps"].data
-    assert [row["arm"] for row in json.loads(artifacts["areal-result"].data)] == ["sync", "async-1"]
-    assert artifacts["areal-comparison"].data.startswith("# Comparison first")
-    assert "](data:image/png;base64," in artifacts["areal-comparison"].data
-    assert {name: run.state_name for name, run in _trials(up, flow_run).items()} == {
-        "sync seed 1": "Completed",
-        "async-1 seed 1": "Completed",
-    }
-
-
-def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subprocess.CompletedProcess[str]) -> None:
-    assert first.returncode == 0
-    parent = _parent(up, "first")
-    assert (parent.info.run_name, parent.info.status) == ("first", "FINISHED")
-    assert parent.data.tags["comparison"] == "first"
+    parent, flow_run = _parent(up, "first"), up.newest()
+    its, run_id = f"experiments/{parent.info.experiment_id}/runs/{parent.info.run_id}?", parent.info.run_id
+    for said in (
+        *("Comparison first\n", "first: trial 2 of 2: async-1 seed 1", "curves over time: "),
+        *(f"report: {up.state / 'comparisons' / 'first' / 'report.md'}", f"MLflow: {up.told['mlflow_uri']}/#/{its}"),
+    ):
+        assert said in first.stdout
+    artifacts = {key: artifact.data for key, artifact in up.artifacts(flow_run.id).items()}
+    assert {"areal-progress", "areal-places"} <= artifacts.keys()
+    for key, held in {
+        "areal-mlflow": run_id,
+        "areal-table-of-runs": "viewStateShareKey=areal",
+        "areal-curves-over-time": "x_axis=relative",
+        "areal-curves-over-steps": "x_axis=step",
+        "areal-comparison": "](data:image/png;base64,",
+    }.items():
+        assert held in artifacts[key]
+    assert [row["arm"] for row in json.loads(artifacts["areal-result"])] == ["sync", "async-1"]
+    states = {name: run.state_name for name, run in _trials(up, flow_run).items()}
+    assert states == {"sync seed 1": "Completed", "async-1 seed 1": "Completed"}
+    assert (parent.info.status, parent.data.tags["comparison"]) == ("FINISHED", "first")
     assert parent.data.metrics["comparison/async-1.effective_tokens_per_s.ratio"] > 0
-    paths = MlflowClient(up.told["mlflow_uri"]).list_artifacts(parent.info.run_id, "report")
+    paths = MlflowClient(up.told["mlflow_uri"]).list_artifacts(run_id, "report")
     assert {"report/report.md", "report/learning-curves.png", "report/plan.json"} <= {file.path for file in paths}
     children = _children(up, parent)
-    assert set(children) == {"first.sync.s1", "first.async-1.s1"}
-    labels = [[run.data.tags[tag] for tag in ("arm", "mode", "eta", "seed", "comparison")] for run in children.values()]
-    assert sorted(labels) == [["async-1", "async", "1", "1", "first"], ["sync", "sync", "0", "1", "first"]]
-    keys = [set(run.data.metrics) for run in children.values()]
-    assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
+    labels = {
+        name: [run.data.tags[tag] for tag in ("arm", "mode", "eta", "seed", "comparison")]
+        for name, run in children.items()
+    }
+    assert labels == {
+        "first.sync.s1": ["sync", "sync", "0", "1", "first"],
+        "first.async-1.s1": ["async-1", "async", "1", "1", "first"],
+    }
+    for run in children.values():
+        assert {"time/elapsed_s", "heldout/accuracy", "final/accuracy_after"} <= run.data.metrics.keys()
 
 
 def test_curves_over_time_show_the_speeds_of_the_report(up: Up, first: subprocess.CompletedProcess[str]) -> None:
@@ -132,28 +117,20 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     written = summary.stat().st_mtime_ns
     again = _compare(up.state, "--name", "first", *_FAILING, *_small(up.state))
     assert again.returncode == 1, again.stdout + again.stderr
-    failure = "1 of 3 trials failed: late seed 1: "
-    assert failure in again.stdout.splitlines()[-1]
-    assert "not ready within 0.1 s" in again.stdout
+    assert "1 of 3 trials failed: late seed 1: " in again.stdout.splitlines()[-1]
     flow_run = up.newest()
-    assert flow_run.state is not None
-    assert flow_run.state.name == "Failed"
-    assert str(flow_run.state.message).startswith(failure)
+    assert flow_run.state_name == "Failed"
     table = json.loads(up.artifacts(flow_run.id)["areal-result"].data)
     assert {row["arm"]: row["succeeded"] for row in table} == {"sync": "1 of 1", "async-1": "1 of 1", "late": "0 of 1"}
     trials = _trials(up, flow_run)
-    states = {name: run.state for name, run in trials.items()}
-    assert {name: state.message for name, state in states.items() if state and state.is_completed()} == {
-        "sync seed 1": "has ended before, not run again",
-        "async-1 seed 1": "has ended before, not run again",
-    }
+    for arm in ("sync", "async-1"):
+        assert trials[f"{arm} seed 1"].state.message == "has ended before, not run again"
     assert (trials["late seed 1"].state_name, trials["late seed 1"].run_count) == ("Failed", 2)
     assert summary.stat().st_mtime_ns == written
     parent = _parent(up, "first")
     assert (parent.info.run_id, parent.info.status) == (before.info.run_id, "FAILED")
     assert set(_children(up, parent)) == {"first.sync.s1", "first.async-1.s1", "first.late.s1"}
-    report = (up.state / "comparisons" / "first" / "report.md").read_text()
-    assert "late, seed 1: " in report
+    assert "late, seed 1: " in (up.state / "comparisons" / "first" / "report.md").read_text()
 
 
 @pytest.mark.recovery
@@ -170,17 +147,3 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     up.until("the comparison's run is killed", lambda: _parent(up, name).info.status == "KILLED")
     children = _children(up, _parent(up, name))
     assert [run.info.status for run in children.values()] == ["KILLED"]
-
-
-def test_wrong_arm_ends_compare_before_anything_starts(tmp_path: Path) -> None:
-    ran = _compare(tmp_path, "--arm", "sync: mode=sync", "--arm", "async-2: rollout.max_stalenes=2")
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines() == [
-        "areal: error: arms.async-2: rollout.max_stalenes: no such field; did you mean rollout.max_staleness?"
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_seeds_are_refused(up: Up) -> None:
-    with pytest.raises(Exception, match="seeds"):
-        up.start(DEPLOYMENT, seeds=[])

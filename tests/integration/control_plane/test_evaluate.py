@@ -55,17 +55,6 @@ def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     assert {"prompt", "greedy", "verdict", "samples correct"} <= set(table["columns"])
 
 
-@pytest.mark.nightly
-def test_the_same_model_compared_with_itself(up: Up, model: str) -> None:
-    asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "tracking.enabled=false")
-    assert _evaluate(up.state, *asked, "--name", "reference").returncode == 0
-    done = _evaluate(up.state, *asked, "--name", "again", "--reference", "reference")
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = {row["figure"]: row["value"] for row in json.loads(up.artifacts(up.newest().id)["areal-result"].data)}
-    assert told["greedy verdicts as of reference"] == "1.000"
-    assert told["pass_at_1 above reference"].startswith("+0.000 [")
-
-
 def test_what_is_wrong_is_one_line_before_anything_starts(up: Up) -> None:
     done = _evaluate(up.state, "--model", "m", "--benchmarks", "arithmetics")
     assert done.returncode == 2

@@ -16,7 +16,6 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
@@ -24,7 +23,7 @@ from flows.alerts import make_automations
 from flows.stack import ROOT
 from flows.worker import make_schedules
 from tests.support.control import emulated, environment, run_python
-from tests.support.stack import Up, brought_up
+from tests.support.stack import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -173,12 +172,6 @@ def test_run_started_on_the_page_with_a_wrong_setting_fails_at_once_with_one_lin
     assert (flow_run.run_count, flow_run.auto_scheduled) == (1, False)
 
 
-def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
-    with pytest.raises(PrefectHTTPStatusError) as refused:
-        up.start(DEPLOYMENT, experiment="nope")
-    assert "cpu-async" in refused.value.response.text
-
-
 @pytest.mark.nightly
 def test_a_run_that_is_unwell_is_cancelled_by_an_automation(up: Up) -> None:
     overrides = ["training.steps=10000", "health.max_step_s=0.001", *emulated(up.state)]
@@ -219,20 +212,6 @@ def test_schedules_stay_as_users_left_them(up: Up) -> None:
     assert made(schedule=daily, active=True) == {"always": (False, "0 4 * * *"), **others}
     up.call("DELETE", f"{schedules}/{known.id}", None)
     assert made(schedule=daily, active=True) == others
-
-
-@pytest.mark.nightly
-def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> None:
-    with brought_up(tmp_path) as up:
-        deployment = up.deployment(DEPLOYMENT)
-        schedules = f"/deployments/{deployment.id}/schedules"
-        up.call("POST", schedules, [{"schedule": {"interval": 3600}, "active": False}])
-        up.call("PATCH", f"{schedules}/{deployment.schedules[0].id}", {"active": True})
-        up.call("PATCH", f"/deployments/{up.deployment('areal-compare/compare').id}", {"paused": True})
-    with brought_up(tmp_path) as up:
-        found = {schedule.slug: schedule.active for schedule in up.deployment(DEPLOYMENT).schedules}
-        assert found == {"nightly": True, None: False}
-        assert up.deployment("areal-compare/compare").paused
 
 
 def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:

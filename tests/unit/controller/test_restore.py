@@ -112,7 +112,8 @@ def test_whole_ledger_before_the_first_checkpoint_stays(run: RunDir) -> None:
     assert not (run.root / "ledger-1.sqlite").exists()
 
 
-def test_no_log_of_another_ledger_is_taken_into_the_one_that_is_restored(run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [False, True])
+def test_checkpoint_replaces_a_lost_or_torn_ledger_and_its_log(run: RunDir, tmp_path: Path, torn: bool) -> None:
     store = Storage.open(run.info().checkpoint_url)
     save_file({"weight/w": np.ones(2, np.float32)}, tmp_path / checkpoint.WEIGHTS)
     ledger = checkpoint.ledger_name("1")
@@ -125,7 +126,10 @@ def test_no_log_of_another_ledger_is_taken_into_the_one_that_is_restored(run: Ru
         log = run.ledger.with_name(run.ledger.name + "-wal")
         left = log.read_bytes()
     assert left
+    data = cut(run.ledger.read_bytes())
     run.ledger.unlink()
+    if torn:
+        run.ledger.write_bytes(data)
     log.write_bytes(left)  # whoever removed, or renamed, the ledger came no further
     assert restore(run, store) == 1
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as restored:
