@@ -111,9 +111,14 @@ def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> Loss
         *(_of_tokens(name, metrics[name], mask) for name in sorted(metrics)),
     )
     bins = (torch.asinh(log_weight[mask] / _UNIT) / _WIDTH + _BINS / 2).floor().long().clamp(0, _BINS - 1)
-    sums = torch.stack([column.double().sum() for column in columns])
+    sums = torch.stack([_total(column) for column in columns])
     row = torch.cat((sums, bins.bincount(minlength=_BINS).double()))
     return LossStats.from_values(row.cpu().numpy(), metrics)
+
+
+def _total(column: Tensor) -> Tensor:
+    count = column.count_nonzero() if column.dtype == torch.bool else column.sum(dtype=torch.float64)
+    return count.double()
 
 
 def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
@@ -124,4 +129,4 @@ def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
             f"algorithm.objective: metric {name} must be a number, or a tensor of one number for each of the "
             f"{len(mask)} tokens, got shape {list(values.shape)}"
         )
-    return torch.where(mask, values, 0.0)
+    return mask & values if values.dtype == torch.bool else values.expand(mask.shape).masked_fill(~mask, 0.0)
