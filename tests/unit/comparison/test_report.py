@@ -68,11 +68,6 @@ def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds(t
     assert _row(page, "effective tokens/s") == ["200 [100, 400]", fewer]
 
 
-def test_a_failure_adds_no_lines_or_links(tmp_path: Path) -> None:
-    page = _page(tmp_path, [failed(trial, "dead\n## Results\x1b [a](http://b)") for trial in _trials([1])])
-    assert r"seed 1: dead\\n## Results\\x1b [a\](http://b)" in page
-
-
 @pytest.mark.parametrize(
     ("lost", "cells"),
     [
@@ -84,14 +79,6 @@ def test_a_failure_adds_no_lines_or_links(tmp_path: Path) -> None:
 def test_only_pairs_are_compared(tmp_path: Path, lost: set[tuple[str, int]], cells: str) -> None:
     results = [failed(t, "dead") if (t.arm, t.seed) in lost else _known(t) for t in _trials()]
     assert _row(_page(tmp_path, results), "effective tokens/s")[1] == cells
-
-
-def test_nothing_but_failures_is_still_a_report(tmp_path: Path) -> None:
-    results = [failed(trial, f"reason {trial.seed}") for trial in _trials([1, 2])]
-    assert _page(tmp_path, results).count("reason 1") == 2
-    assert [path.name for path in write_report("study", _ARMS, results, tmp_path)] == ["report.md"]
-    assert [row["succeeded"] for row in result_table(_ARMS, results)] == ["0 of 2"] * 2
-    assert metrics(_ARMS, results) == {}
 
 
 def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_left_out(tmp_path: Path) -> None:

@@ -20,15 +20,6 @@ def test_every_split_is_shown_the_best_first(tmp_path: Path, capsys: pytest.Capt
     assert cells == ["4", "4", "1.60", "generation.servers=4", "training.ranks=4"]
 
 
-def test_unusable_run_names_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    absent = f"run: there is none in {tmp_path}/runs/first\n"
-    for name, said in (("first", absent), ("x" * 300, "run: must have at most 160 bytes, got 300; shorten")):
-        assert advise.main([name, "--state-dir", str(tmp_path)]) == 2
-        told = capsys.readouterr()
-        assert told.err.startswith(f"areal: error: {said}")
-        assert not told.out
-
-
 def test_another_run_starts_with_the_split_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

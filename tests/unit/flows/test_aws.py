@@ -8,10 +8,9 @@ from typing import Any
 import boto3
 import pytest
 from botocore.client import BaseClient
-from botocore.exceptions import ClientError, EndpointConnectionError
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from areal_core.errors import ProvisionError
 from areal_core.storage.lease import LeaseLostError
 from flows.provision.aws import Aws
 from tests.support.terraform import CREDENTIALS, REGION
@@ -135,17 +134,3 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
         cloud.end(found, lambda: None)
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
     cloud.end([], lambda: None)
-
-
-def test_errors_are_one_line(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
-    cloud = Aws(REGION, account.network)
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise EndpointConnectionError(endpoint_url="https://ec2.us-east-1.amazonaws.com/")
-
-    monkeypatch.setattr("botocore.endpoint.Endpoint.make_request", fail)
-    with pytest.raises(ProvisionError, match=r'^aws: Could not connect to the endpoint URL: "https://ec2'):
-        cloud.found("first")
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    with pytest.raises(ProvisionError, match=r"^aws: You must specify a region"):
-        Aws(None, None)

@@ -12,7 +12,7 @@ from prefect.states import Failed
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
 from areal_core.types import RunSummary
 from flows import compare
-from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, track
+from flows.compare import _with_mlflow, _worth_another_try, track
 from flows.comparison.design import DEFAULT_ARMS, plan_trials
 from flows.comparison.record import Comparison
 from flows.comparison.trials import run_trial
@@ -34,21 +34,6 @@ def test_only_what_may_end_otherwise_is_tried_again(error: Exception, again: boo
     raised = Failed(data=error)
     assert _worth_another_try(None, task_run, returned) is again  # type: ignore[arg-type]
     assert _worth_another_try(None, task_run, raised) is again  # type: ignore[arg-type]
-
-
-def test_failures_are_counted_and_the_first_ones_named() -> None:
-    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [1, 2])
-    failures = {trial.run_id: f"reason {number}" for number, trial in enumerate(trials) if number != 1}
-    assert _what_failed(trials, failures) == (
-        "7 of 8 trials failed: sync seed 1: reason 0; async-2 seed 1: reason 2; async-4 seed 1: reason 3; "
-        "and 4 more; the report tells the rest"
-    )
-
-
-def test_pictures_travel_in_the_page(tmp_path: Path) -> None:
-    (tmp_path / "bars.png").write_bytes(b"png")
-    page = _with_pictures("![Bars](bars.png) and [a file](plan.json)", tmp_path)
-    assert page == "![Bars](data:image/png;base64,cG5n) and [a file](plan.json)"
 
 
 class _Away:

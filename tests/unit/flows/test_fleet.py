@@ -134,21 +134,6 @@ def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_run_from_its_first_look_to_its_end(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        fleet.look()
-        assert not fleet.ready
-        cloud.up()
-        fleet.look()
-        assert fleet.ready
-        assert not fleet.over
-        cloud.becomes("trainer-0", Stage.DONE)
-        fleet.look()
-        assert fleet.over
-    assert fleet.closed
-    assert cloud.replaced == []
-
-
 @pytest.mark.parametrize("name", ["generation-1", "trainer-0"])
 @pytest.mark.parametrize("stage", [Stage.RECLAIMED, Stage.BAD_NODE])
 def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again(

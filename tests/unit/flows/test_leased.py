@@ -103,15 +103,6 @@ def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None
     assert shown == ["6 to create", "1 to replace", "nothing to change", "6 to delete"]
 
 
-def test_refused_plan_changes_nothing(world: World) -> None:
-    def refuse(plan: Plan) -> None:
-        raise ProvisionError("no")
-
-    with pytest.raises(ProvisionError, match=r"^no$"), world.nodes("a") as nodes:
-        nodes.make(refuse)
-    assert (effects(world), lease_of(world)) == ([], None)  # nothing was made: it was given back
-
-
 def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World) -> None:
     with world.nodes("a") as nodes:
         hosts = nodes.make()

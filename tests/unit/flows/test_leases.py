@@ -77,29 +77,6 @@ def test_one_that_has_run_out_is_taken_once_clocks_can_t_differ_over_it(leases: 
     second.renew()
 
 
-def test_renewal_holds_it_for_its_length_again(leases: Leases, time: Time) -> None:
-    held = acquire(leases)
-    beat = held.lease.beat
-    held.confirm()
-    assert held.lease.beat == beat  # it is held for long
-    time.now += 0.7 * LENGTH_S
-    held.confirm()
-    assert held.remaining_s() == LENGTH_S
-    time.now += 80.0
-    assert held.remaining_s() == 10.0
-    held.renew()
-    time.now += LENGTH_S - 1.0
-    with pytest.raises(HeldError):
-        acquire(leases, "b")
-    time.now += 10 * LENGTH_S
-    held.renew()  # nobody has taken it
-    assert held.remaining_s() == LENGTH_S
-    time.now += LENGTH_S + MARGIN_S + 0.1
-    acquire(leases, "b")
-    with pytest.raises(LeaseLostError):
-        held.confirm()
-
-
 def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
     first = acquire(leases)
     first.note({"nodes": {"i-1": ["trainer", 1.0, 2.0]}})

@@ -134,37 +134,6 @@ def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("print('panic: no schema', file=sys.stderr); sys.exit(11)", "terraform init: panic: no schema"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "terraform init: exited with code -9"),
-    ],
-)
-def test_failure_without_words_of_its_own(says: Says, tmp_path: Path, body: str, said: str) -> None:
-    says(body)
-    with pytest.raises(ProvisionError) as failed:
-        made(tmp_path)
-    assert str(failed.value) == said
-
-
-def test_what_it_changes_is_told(says: Says, tmp_path: Path) -> None:
-    says(
-        "say(type='version', **{'@message': 'Terraform 1.11.4'})\n"
-        "for action, what in (('read', 'data.c: Refreshing...'), ('create', 'a.b: Creating...')):\n"
-        "  say(type='apply_start', hook={'action': action}, **{'@message': what})"
-    )
-    lines: list[str] = []
-    made(tmp_path, log=lines.append)
-    assert lines == ["terraform: a.b: Creating..."]
-
-
-def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(terraform.BINARY, "no-such-program")
-    with pytest.raises(ConfigError, match=r"^no-such-program is not on the PATH: needs terraform 1\.11 or tofu 1\.10"):
-        made(tmp_path)
-
-
 # It ends in order, which takes it a moment, once it is asked to by the signal that it gets.
 _ENDS_IN_ORDER = """
 def end(signum, _):
@@ -294,19 +263,6 @@ def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> N
     with Nodes({"run": "r"}, tmp_path) as nodes:
         assert nodes.variables == {"run": "r", "foundation": foundation, "prefect": prefect}
         assert nodes.hosts() == []
-
-
-def test_one_command_at_a_time(says: Says, tmp_path: Path) -> None:
-    says()
-    busy = pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$")
-    with Nodes(REQUEST, tmp_path), busy:
-        Nodes(REQUEST, tmp_path, busy_s=0.1)
-    says("if command == 'init': sys.exit(3)")
-    with pytest.raises(ProvisionError), Nodes(REQUEST, tmp_path):
-        pass
-    says()
-    with Nodes(REQUEST, tmp_path):  # nobody holds what has failed or ended
-        pass
 
 
 def test_command_reads_a_request(tmp_path: Path) -> None:
