@@ -34,33 +34,25 @@ class Account:
         """One of everything, by its type."""
         tags = [{"Key": "areal:run", "Value": run}]
         name = f"areal-{run}-trainer-0a1b2c"
+
+        def tagged(kind: str, *more: dict[str, str]) -> list[dict[str, Any]]:
+            return [{"ResourceType": kind, "Tags": [*tags, *more]}]
+
         group = self.ec2.create_security_group(
-            GroupName=f"areal-{run}",
-            Description="nodes",
-            VpcId=self.network,
-            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+            GroupName=name, Description="-", VpcId=self.network, TagSpecifications=tagged("security-group")
         )["GroupId"]
+        image, kind = {"ImageId": self._image}, "launch-template"
         template = self.ec2.create_launch_template(
-            LaunchTemplateName=name,
-            LaunchTemplateData={"ImageId": self._image},
-            TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
+            LaunchTemplateName=name, LaunchTemplateData=image, TagSpecifications=tagged(kind)
         )["LaunchTemplate"]["LaunchTemplateId"]
         self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=ROLE, Tags=tags)
         self.iam.put_role_policy(RoleName=name, PolicyName="run", PolicyDocument=POLICY)
         self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
         self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
-        self.ec2.create_placement_group(
-            GroupName=name, Strategy="cluster", TagSpecifications=[{"ResourceType": "placement-group", "Tags": tags}]
-        )
+        self.ec2.create_placement_group(GroupName=name, Strategy="cluster", TagSpecifications=tagged("placement-group"))
+        node = tagged("instance", {"Key": "areal:node", "Value": "trainer-0"})
         (instance,) = self.ec2.run_instances(
-            ImageId=self._image,
-            MinCount=1,
-            MaxCount=1,
-            SubnetId=self._subnet,
-            SecurityGroupIds=[group],
-            TagSpecifications=[
-                {"ResourceType": "instance", "Tags": [*tags, {"Key": "areal:node", "Value": "trainer-0"}]}
-            ],
+            **image, MinCount=1, MaxCount=1, SubnetId=self._subnet, SecurityGroupIds=[group], TagSpecifications=node
         )["Instances"]
         return {
             "aws_instance": instance["InstanceId"],
