@@ -167,6 +167,10 @@ class Fleet:
     def leading(self) -> Share:
         return next(share for share in self.shares if share.leads)
 
+    def ended(self, role: str) -> bool:
+        """Whether every share of a role has."""
+        return all(share.seen.stage.over for share in self.of(role))
+
     def of(self, role: str) -> list[Share]:
         return [share for share in self.shares if share.role == role]
 

@@ -33,7 +33,7 @@ except urllib.error.HTTPError as error:
     refused = error.code
 key = boto3.Session().get_credentials().access_key
 told = boto3.client("s3", region_name="us-east-1").get_object(Bucket="shared", Key="told")["Body"].read().decode()
-print(json.dumps([refused, machine.identity(), machine.reclaimed(), key[:4], told]))
+print(json.dumps([refused, machine.identity(), machine.metadata("spot/instance-action"), key[:4], told]))
 """
 HOLDS = """
 import sys, time

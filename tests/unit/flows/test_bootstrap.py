@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig, load
-from flows import bootstrap, machine, notice
+from flows import bootstrap, machine
 from flows.bootstrap import troubles
 
 CPU = NodesConfig(gpu="none", gpus=0)
@@ -113,12 +113,12 @@ def test_gpus_that_are_missing(
 
 def test_a_notice_is_heeded(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_METADATA", f"{url}/latest")
-    monkeypatch.setattr(notice, "_LOOK_S", 0.01)
+    monkeypatch.setattr(machine, "_LOOK_S", 0.01)
     said: list[str] = []
     heeded: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with notice.Notice(said.append) as looked:
+    with machine.Notice(said.append) as looked:
         looked.heed(heeded.put)
-        assert looked.text() is None
+        assert looked.text is None
         server.reclaimed = True
-        assert heeded.get(timeout=20.0) == '{"action": "terminate"}' == looked.text()
+        assert heeded.get(timeout=20.0) == '{"action": "terminate"}' == looked.text
     assert said == ['this node is to be reclaimed: {"action": "terminate"}']
