@@ -106,7 +106,7 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
 
 def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None, progress: _Progress) -> dict[str, str]:
     """Run all trials; run id -> reason of those that failed."""
-    tags = {"comparison": comparison.name, **(parent.tags if parent else {})}
+    tags = {"comparison": comparison.name, **({"mlflow.parentRunId": parent.run_id} if parent else {})}
     failures: dict[str, str] = {}
     for before, planned in enumerate(trials):
         progress.begin(planned, before, len(trials), len(failures))

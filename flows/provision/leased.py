@@ -60,10 +60,6 @@ _log = logging.getLogger(__name__)
 Show = Callable[[Plan], None]
 
 
-def ignore(plan: Plan) -> None:
-    """For those who need not see what is planned."""
-
-
 class LeasedNodes:
     """A context: the nodes of one run, while this process has their lease. Threads may share it.
 
@@ -100,7 +96,8 @@ class LeasedNodes:
         self._by: By = by
         self._length_s, self._kept_until, self._on_lost = length_s, kept_until, on_lost
         foundation = self.request["foundation"]
-        self._leases = leases or Leases(store_of(foundation, min(_STORE_S, length_s / 6)))
+        store_s = min(_STORE_S, length_s / 6)
+        self._leases = leases or Leases(Storage.open(f"s3://{foundation['bucket']}", patience_s=store_s))
         self._cloud = cloud or cloud_of(foundation)
         self._patience_s = patience_s
         if patience_s is None:
@@ -116,6 +113,7 @@ class LeasedNodes:
         self._stack = ExitStack()
 
     def __enter__(self) -> LeasedNodes:
+        owner = str(self.request.get("lease", {}).get("owner", "somebody"))
         with ExitStack() as stack:
             self._nodes = nodes = Nodes(
                 self.request,
@@ -130,7 +128,7 @@ class LeasedNodes:
             stack.push(nodes.__exit__)
             self._held = held = self._leases.acquire(
                 self.run,
-                Claimant(owner=_owner(self.request), by=self._by, where=_place(nodes.folder)),
+                Claimant(owner=owner, by=self._by, where=_place(nodes.folder)),
                 self._length_s,
                 request=None if self._by == "reaper" else self.request,
                 kept_until=self._kept_until,
@@ -156,12 +154,12 @@ class LeasedNodes:
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
-    def make(self, on_plan: Show = ignore) -> list[Host]:
+    def make(self, on_plan: Show = lambda plan: None) -> list[Host]:
         """Have the nodes be as requested: `on_plan` is shown what would change, and may refuse it by raising; then just
         that is done. A plan that has become stale is made, and shown, again."""
         return self._changed(self._nodes.plan, on_plan)
 
-    def replace(self, names: Iterable[str], on_plan: Show = ignore) -> list[Host]:
+    def replace(self, names: Iterable[str], on_plan: Show = lambda plan: None) -> list[Host]:
         """Make these hosts anew, by their names, and what else is missing; all hosts that there are then."""
         with self._changing:
             before = {host.name: host.id for host in self._nodes.hosts()}
@@ -173,12 +171,7 @@ class LeasedNodes:
 
             return self._changed(plan, on_plan)
 
-    def hosts(self) -> list[Host]:
-        """Those that Terraform's state holds, none after `end`; waits for what is being changed."""
-        with self._changing:
-            return self._seen([] if self._over else self._nodes.hosts())
-
-    def end(self, on_plan: Show = ignore, last: Callable[[], None] = lambda: None) -> None:
+    def end(self, on_plan: Show = lambda plan: None, last: Callable[[], None] = lambda: None) -> None:
         """End the nodes, see that nothing is left of them, do what comes `last`, and give the lease back. A plan is
         shown as by `make`."""
         with self._changing:
@@ -347,20 +340,11 @@ def passes(error: ProvisionError | StorageError) -> bool:
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 
 
-def store_of(foundation: Mapping[str, Any], patience_s: float) -> Storage:
-    """The bucket that `control` has made."""
-    return Storage.open(f"s3://{foundation['bucket']}", patience_s=patience_s)
-
-
 def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
     """What `control` has made it in."""
     from flows.provision.aws import Aws  # boto3 is dear to import
 
     return Aws(foundation.get("region"), foundation.get("vpc_id"))
-
-
-def _owner(request: Mapping[str, Any]) -> str:
-    return str(request.get("lease", {}).get("owner", "somebody"))
 
 
 def _place(folder: Path) -> str:

@@ -11,9 +11,12 @@ from flows import advise, train, watch
 from tests.support.splits import recorded_run
 
 
-def test_every_split_is_shown_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded_run(tmp_path, 2, 6)
-    assert advise.main(["first", "--state-dir", str(tmp_path)]) == 0
+def test_every_split_is_shown_the_best_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / ".areal", 2, 6)
+    monkeypatch.chdir(tmp_path)
+    assert advise.main(["first"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "generation.servers=" in line]
     assert len(rows) == 7
     cells = [cell for cell in rows[0] if cell != "│"]
