@@ -249,12 +249,7 @@ def _has_ended(planned: Trial) -> bool:
 
 
 def _what_failed(trials: list[Trial], failures: Mapping[str, str]) -> str:
-    named = [
-        f"{planned.arm} seed {planned.seed}: {failures[planned.run_id]}"
-        for planned in trials
-        if planned.run_id in failures
-    ]
-    more = f"; and {len(named) - _REASONS} more" if len(named) > _REASONS else ""
-    return (
-        f"{len(named)} of {len(trials)} trials failed: {'; '.join(named[:_REASONS])}{more}; the report tells the rest"
-    )
+    failed = [(each, failures[each.run_id]) for each in trials if each.run_id in failures]
+    named = "; ".join(f"{each.arm} seed {each.seed}: {reason}" for each, reason in failed[:_REASONS])
+    more = f"; and {len(failed) - _REASONS} more" if len(failed) > _REASONS else ""
+    return f"{len(failed)} of {len(trials)} trials failed: {named}{more}; the report tells the rest"

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -265,7 +265,7 @@ def _port(variable: str, default: int, last_url: object) -> int:
         return int(asked)
     last = str(last_url or "").removesuffix("/api").rpartition(":")[2]
     candidates = [int(last)] if last.isdigit() else []
-    return next(port for port in itertools.chain(candidates, [default], _any_ports()) if _claimed(port))
+    return next(port for port in itertools.chain(candidates, [default], iter(_any_port, None)) if _claimed(port))
 
 
 def _claimed(port: int) -> bool:
@@ -291,12 +291,10 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _any_ports() -> Iterator[int]:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield port
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def responds(url: str) -> bool:
