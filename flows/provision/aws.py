@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError, one_line
-from flows.provision.cloud import Found
+from flows.provision.cloud import NODE, Found
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _RUN, _NODE = "areal:run", "areal:node"  # tags
 _NAMED = re.compile("areal-(.+)-(generation|trainer)-[0-9a-f]{6}")  # areal-RUN-ROLE-EPOCH
 _COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
-_INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
+_INSTANCE, _TEMPLATE, _GROUP = NODE, "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
 _LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 

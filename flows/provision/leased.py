@@ -84,17 +84,15 @@ class LeasedNodes:
         prices: Mapping[str, float | None] | None = None,
         leases: Leases | None = None,
         cloud: Cloud | None = None,
-        on_lost: Callable[[str], None] = _log.error,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
         `kept_until` (seconds since 1970) without a holder. One that is held, perhaps by somebody who is dead, is waited
         for, for `patience_s`: a flow's waits as long as a dead one's takes to run out, unless it is renewed. `prices`
-        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made.
-        `on_lost` is told why by another thread, once, when somebody else has taken the lease."""
+        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made."""
         self.request, self._state, self._log = completed(request, control_outputs(state)), state, log
         self._by: By = by
-        self._length_s, self._kept_until, self._on_lost = length_s, kept_until, on_lost
+        self._length_s, self._kept_until = length_s, kept_until
         foundation = self.request["foundation"]
         store_s = min(_STORE_S, length_s / 6)
         self._leases = leases or Leases(Storage.open(f"s3://{foundation['bucket']}", patience_s=store_s))
@@ -118,7 +116,6 @@ class LeasedNodes:
             self._nodes = nodes = Nodes(
                 self.request,
                 self._state,
-                folder="reap" if self._by == "reaper" else "provision",
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
@@ -130,7 +127,7 @@ class LeasedNodes:
                 self.run,
                 Claimant(owner=owner, by=self._by, where=_place(nodes.folder)),
                 self._length_s,
-                request=None if self._by == "reaper" else self.request,
+                request=self.request,
                 kept_until=self._kept_until,
                 patience_s=self._patience_s or 0.0,
             )
@@ -171,13 +168,10 @@ class LeasedNodes:
 
             return self._changed(plan, on_plan)
 
-    def end(self, on_plan: Show = lambda plan: None, last: Callable[[], None] = lambda: None) -> None:
-        """End the nodes, see that nothing is left of them, do what comes `last`, and give the lease back. A plan is
-        shown as by `make`."""
+    def end(self, on_plan: Show = lambda plan: None) -> None:
+        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
         with self._changing:
             self._tried(lambda: self._end(on_plan))
-            self._confirm()
-            last()
             self._held.release()
             self._over = True
             self._nodes.terraform.clean()
@@ -312,7 +306,7 @@ class LeasedNodes:
 
     def _lost(self, reason: str) -> None:
         self._nodes.terraform.extend()  # to its end: nothing remains
-        self._on_lost(reason)
+        _log.error(reason)
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """What becomes of a lease that was not given back."""

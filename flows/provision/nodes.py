@@ -39,17 +39,16 @@ class Nodes:
         request: Mapping[str, Any],
         state: Path,
         *,
-        folder: str = "provision",
         busy_s: float = _BUSY_S,
         **options: Any,
     ) -> None:
         """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
-        `control` where it has none. `state` is the state folder of this checkout, `folder` a part of it. Whoever works
+        `control` where it has none. `state` is the state folder of this checkout. Whoever works
         on the run's nodes from this machine is waited for, for `busy_s`, a terraform whose parent has died included.
         `options` are those of Terraform."""
         self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
-        self.folder = state / folder / self.run
+        self.folder = state / "provision" / self.run
         self.folder.mkdir(parents=True, exist_ok=True)
         foundation = self.variables["foundation"]
         self.state_name = f"terraform/runs/{self.run}.tfstate"  # of Terraform's state in the bucket

@@ -33,9 +33,9 @@ def _machines_boot(cloud: EmulatedCloud) -> Iterator[None]:
     cloud.boot_never(None)
 
 
-def booted(cloud: EmulatedCloud, *replaced: str) -> str:
+def booted(cloud: EmulatedCloud, old: str = "", new: str = "") -> str:
     """An instance that boots with what a node that generates is given, with one word for another."""
-    (instance,) = cloud.boot(cloud.user_data("generation").replace(*(replaced or ("", ""))))
+    (instance,) = cloud.boot(cloud.user_data("generation").replace(old, new))
     return instance["InstanceId"]
 
 

@@ -92,16 +92,6 @@ def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_le
     assert cell("effective tokens/s", "effective_tokens_per_s", 0.0, 1.0) == "1.00 [1.00, 1.00]"
 
 
-def test_arm_that_did_not_reach_the_score_is_not_timed(tmp_path: Path) -> None:
-    results = [
-        made_up(trial, time_to_score_s=None if trial.run_id == "study.async-1.s3" else 10.0)
-        for trial in _trials((1, 2, 3), "stop.score=0.8")
-    ]
-    cells = ["10.0 [10.0, 10.0]", "not reached by 1 of 3"]
-    assert _row(_page(tmp_path, results), "time to score 0.8, s") == cells
-    assert [row["time to score 0.8, s"] for row in result_table(_ARMS, results)] == cells
-
-
 def test_emulated_accelerators_are_announced_before_anything_else(tmp_path: Path) -> None:
     trials = _trials([1, 2], "generation.engine=emulated", "training.engine=emulated")
     results = [made_up(trial) for trial in trials]
