@@ -66,23 +66,6 @@ def test_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time:
         acquire(leases, "b")
 
 
-def test_one_that_has_run_out_is_taken_once_clocks_can_t_differ_over_it(leases: Leases, time: Time) -> None:
-    first = acquire(leases)
-    time.now += LENGTH_S + MARGIN_S
-    with pytest.raises(HeldError):
-        acquire(leases, "b")
-    time.now += 0.1
-    assert first.remaining_s() < 0.0
-    second = acquire(leases, "b")
-    assert not second.fresh
-    with pytest.raises(LeaseLostError, match=rf"^run {RUN}: the lease of its nodes is lost to a flow on b$"):
-        first.renew()
-    assert first.lost is not None
-    with pytest.raises(LeaseLostError):
-        first.release()
-    second.renew()
-
-
 def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
     first = acquire(leases)
     first.note({"nodes": {"i-1": ["trainer", 1.0, 2.0]}})
