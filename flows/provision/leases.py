@@ -33,8 +33,6 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.marked import Marked
 from areal_core.storage.objects import Storage
 
-__all__ = ["MARGIN_S", "Claimant", "Clock", "Held", "HeldError", "Lease", "LeaseLostError", "Leases"]
-
 By = Literal["flow", "command", "reaper"]
 Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from typing import Any
 
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import Storage
-from flows.provision.cloud import NODE, Cloud, Found
+from flows.provision.cloud import NODE, Cloud
 from flows.provision.cost import Meter
 from flows.provision.leased import cloud_of
 from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
@@ -148,23 +148,17 @@ class Reaper:
         try:
             found = self._cloud_of(self._foundation).found()
             live = set(self._leases.live())
-            known = {*self._leases.known(), *self._with_states()} if found else set()
+            states = [PurePosixPath(name) for name in self._leases.storage.list(_STATES)] if found else []
+            known = {*self._leases.known(), *(path.stem for path in states if path.suffix == ".tfstate")}
         except ArealError as error:
             yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
             return
         for run in sorted({each.run for each in found} - live):
             its = [each for each in found if each.run == run]
             is_ours = run in known or any(each.near for each in its)  # an account may have several stores
-            if is_ours and not self._is_young(its):
+            youngest = max((each.since for each in its if each.since is not None), default=0.0)
+            if is_ours and self._leases.clock.wall() - youngest >= self._young_s:
                 yield self._end(Reaped(run=run, over_since="no lease"))
-
-    def _with_states(self) -> list[str]:
-        names = self._leases.storage.list(_STATES)
-        return [PurePosixPath(name).name.removesuffix(".tfstate") for name in names if name.endswith(".tfstate")]
-
-    def _is_young(self, its: Iterable[Found]) -> bool:
-        now = self._leases.clock.wall()
-        return any(each.since is not None and now - each.since < self._young_s for each in its)
 
     def _told(self, reaped: Reaped) -> Reaped:
         self._log(str(reaped))

@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from areal_core.errors import ProvisionError
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision import leased, terraform
 from flows.provision.leased import LeasedNodes, cloud_of
-from flows.provision.leases import LeaseLostError, Leases, name_of
+from flows.provision.leases import Leases, name_of
 from flows.provision.reaper import Reaper, reaper_of
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud

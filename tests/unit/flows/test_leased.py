@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from areal_core.errors import ProcessError, ProvisionError
+from areal_core.storage.lease import LeaseLostError
 from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import HeldError, LeaseLostError, name_of
+from flows.provision.leases import HeldError, name_of
 from flows.provision.reaper import Reaped
 from flows.provision.terraform import Plan, Terraform
 from tests.provisioning import ledger

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from areal_core.errors import StorageError
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
-from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Lease, LeaseLostError, Leases, name_of
+from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Lease, Leases, name_of
 
 RUN, LENGTH_S, MARGIN_S = "cpu-1.5b", 90.0, 10.0
 REQUEST: dict[str, Any] = {"run": RUN, "nodes": {"trainer": {"count": 1}}}
