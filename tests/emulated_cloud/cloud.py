@@ -226,11 +226,12 @@ class EmulatedCloud(Cloud):
         return done.stdout
 
     def boot(self, user_data: str, count: int = 1) -> list[dict[str, Any]]:
-        """New instances, once their machines are there. To be called inside."""
+        """New instances, once their machines run, or have run. To be called inside."""
         ran = self.client("ec2").run_instances(
             ImageId=self.image(), InstanceType="m7i.2xlarge", MinCount=count, MaxCount=count, UserData=user_data
         )
-        until(lambda: {each["InstanceId"] for each in ran["Instances"]} <= self.running().keys(), "machines")
+        made = {each["InstanceId"] for each in ran["Instances"]}
+        until(lambda: made <= {start.instance for start in self.starts}, "machines")  # one may have ended by now
         return ran["Instances"]
 
     def _ask(self, what: str, **arguments: object) -> Any:
