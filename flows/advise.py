@@ -1,6 +1,6 @@
 """`make advise`: the split of devices between generation and training, by what an earlier run measured.
 
-python -m flows.advise RUN [--state-dir .areal]
+python -m flows.advise RUN
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _advise(arguments: Sequence[str] | None) -> None:
     parser = Parser(prog="make advise", description="How a run's devices would better be split.")
     parser.add_argument("run", help="its id")
-    parser.add_argument("--state-dir", type=Path, default=Path(".areal"))
     options = parser.parse_args(arguments)
     table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
-    for split in splits_of_run(run_folder(options.run, options.state_dir)):
+    for split in splits_of_run(_run_dir(options.run)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)
 
 
-def run_folder(run_id: str, state_dir: Path = Path(".areal")) -> RunDir:
-    return RunDir(state_dir.absolute() / "runs" / check_file_name("run", run_id))
+def _run_dir(run_id: str) -> RunDir:
+    return RunDir(Path(".areal").absolute() / "runs" / check_file_name("run", run_id))
 
 
 def best(run_id: str) -> Split:
     """The best split by the rates of a run in the default place. Raises ConfigError."""
-    return splits_of_run(run_folder(run_id))[0]
+    return splits_of_run(_run_dir(run_id))[0]
 
 
 if __name__ == "__main__":

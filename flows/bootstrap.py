@@ -24,7 +24,8 @@ _NVIDIA_SMI_S = 60.0  # the first call of a machine loads the driver
 
 def troubles(config: RunConfig, nodes: NodesConfig, prefect_api: str) -> list[str]:
     """What this node lacks of what the run asks of its role's: driver, GPUs, disk, network, clock. A line each."""
-    found = (_gpus(nodes), _disk(config), _store(config.storage.endpoint_url), _clock(prefect_api))
+    store = config.storage.endpoint_url  # Amazon's is reached by what comes with the machine; another one may not be
+    found = (_gpus(nodes), _disk(config), _response(store)[1] if store else None, _clock(prefect_api))
     return [each for each in found if each]
 
 
@@ -50,11 +51,6 @@ def _disk(config: RunConfig) -> str | None:
     if inodes is not None and inodes < (needed := config.launch.disk_low_inodes):
         return f"{inodes} inodes free in {folder}, should be {needed} (launch.disk_low_inodes)"
     return None
-
-
-def _store(endpoint: str | None) -> str | None:
-    """Amazon's is reached by what comes with the machine; another one may not be."""
-    return None if endpoint is None else _response(endpoint)[1]
 
 
 def _clock(prefect_api: str) -> str | None:

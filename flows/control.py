@@ -13,7 +13,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,12 @@ from flows.stack import MLFLOW_ENVIRONMENT, ROOT, responds
 
 _DATABASES = ("prefect", "mlflow", "mlflow_users")
 _RESTARTS = 5
+_MLFLOW_USERS = """\
+[mlflow]
+default_permission = READ
+database_uri = {database}
+authorization_function = mlflow.server.auth:authenticate_request_basic_auth
+"""  # who may read what others have made
 _MLFLOW_PASSWORD = 12  # characters that MLflow asks for
 
 
@@ -103,7 +108,7 @@ def serve(control: Control) -> None:
     logs.mkdir(exist_ok=True)
     database = Database(state / "postgres")
     users = state / "mlflow.ini"
-    users.write_text(_mlflow_users(database))
+    users.write_text(_MLFLOW_USERS.format(database=database.url("mlflow_users")))
     with Services(cwd=ROOT, logs=logs) as services:
         services.start("postgres", database.argv, {}, restarts=_RESTARTS)
         services.until_ready({"postgres": database.responds})
@@ -152,22 +157,9 @@ def _module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments]
 
 
-def _mlflow_users(database: Database) -> str:
-    settings: Mapping[str, str] = {
-        "default_permission": "READ",  # of what others have made
-        "database_uri": database.url("mlflow_users"),
-        "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
-    }
-    return "[mlflow]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
-
-
 def main() -> int:
-    return run_command(_run)
-
-
-def _run() -> None:
     os.environ[MARK] = secrets.token_hex(8)
-    serve(told(Control))
+    return run_command(lambda: serve(told(Control)))
 
 
 if __name__ == "__main__":

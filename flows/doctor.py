@@ -10,7 +10,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
@@ -49,7 +47,9 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    yield _system()
+    python = f"Python {platform.python_version()}, {sys.platform} {platform.machine()}"
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64"
+    yield Finding("system", fits, python, "Python 3.11 to 3.13 on Linux x86-64")
     yield from _packages()
     yield from _accelerator()
     cores = len(os.sched_getaffinity(0))
@@ -60,22 +60,10 @@ def findings() -> Iterator[Finding]:
     yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"about {_DISK_GIB} GiB are needed")
     yield from _servers()
     yield _sandbox()
-    vllm = _vllm_version(stack.ROOT / ".venv-vllm" / "bin" / "python")
-    yield Finding(
-        "vLLM environment",
-        vllm is not None,
-        vllm or "none",
-        "make test-vllm sets it up; experiment=cpu-vllm needs it",
-        needed=False,
-    )
-
-
-def _system() -> Finding:
-    version = platform.python_version()
-    ok = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64"
-    return Finding(
-        "system", ok, f"Python {version}, {sys.platform} {platform.machine()}", "Python 3.11 to 3.13 on Linux x86-64"
-    )
+    packages = (stack.ROOT / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
+    vllm = ", ".join(sorted(folder.stem for folder in packages))
+    mend = "make test-vllm sets it up; experiment=cpu-vllm needs it"
+    yield Finding("vLLM environment", bool(vllm), vllm or "none", mend, needed=False)
 
 
 def _packages() -> Iterator[Finding]:
@@ -110,36 +98,26 @@ def _servers() -> Iterator[Finding]:
         return
     for name, port in (("Prefect", 4200), ("MLflow", 5000)):
         free = stack.is_free(port)
-        yield Finding(
-            f"port {port}", free, "free" if free else "in use", f"{name} takes a free one instead", needed=False
-        )
+        mend = f"{name} takes a free one instead"
+        yield Finding(f"port {port}", free, "free" if free else "in use", mend, needed=False)
 
 
 def _sandbox() -> Finding:
     """A program is run in one: bubblewrap may be there and not be allowed to do what it does."""
-    missing = None
+    found, mend = "bubblewrap", "apt-get install bubblewrap; environment.verifier=code needs it"
     try:
         Sandbox("bubblewrap", memory_mib=256, processes=4).check()
     except ConfigError as error:
-        missing = str(error).removeprefix("environment.sandbox: ").partition("; ")[0]
-    return Finding(
-        "sandbox",
-        missing is None,
-        missing or "bubblewrap",
-        "apt-get install bubblewrap; environment.verifier=code needs it",
-        needed=False,
-    )
+        found = str(error).removeprefix("environment.sandbox: ").partition("; ")[0]
+    return Finding("sandbox", found == "bubblewrap", found, mend, needed=False)
 
 
-def _vllm_version(python: Path) -> str | None:
-    if not python.exists():
-        return None
-    found = sorted(python.parent.parent.glob("lib/python*/site-packages/vllm*.dist-info"))
-    names = [re.sub(r"\.dist-info$", "", folder.name) for folder in found]
-    return ", ".join(names) or None
+def _describe_model(path: str, overrides: Sequence[str]) -> None:
+    for what, found in _of_model(path, overrides):
+        print(f"{what:32} {found}")
 
 
-def describe_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What there is to know of a model before it is trained on prompts. Raises ConfigError, ModelError."""
     config = compose(EXPERIMENT, [f"model.path={quoted(path)}", *overrides])
     folder = model_folder(config, print)
@@ -163,17 +141,8 @@ def main() -> int:
     parser.add_argument("--model")
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_args()
-    if arguments.model is None:
-        return _machine()
-    return run_command(lambda: _model(arguments.model, arguments.overrides))
-
-
-def _model(path: str, overrides: Sequence[str]) -> None:
-    for what, found in describe_model(path, overrides):
-        print(f"{what:32} {found}")
-
-
-def _machine() -> int:
+    if arguments.model is not None:
+        return run_command(lambda: _describe_model(arguments.model, arguments.overrides))
     print(f"{socket.gethostname()}: {platform.platform()}")
     missing = False
     for finding in findings():

@@ -7,7 +7,7 @@ The same evaluation asked for again goes on where it ended: see areal_core.run.e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 from prefect import flow, get_run_logger
@@ -56,26 +56,23 @@ def areal_evaluate(
         configs = benchmark_configs(model, benchmarks, samples=samples, seed=seed, overrides=overrides)
         with Progress(PROGRESS) as progress:
             progress.show(0.0, "preparing")
+
+            def show(benchmark: str, done: int, problems: int) -> None:
+                share = ([*configs].index(benchmark) + done / problems) / len(configs)
+                progress.show(100.0 * share, f"{benchmark}  {done} of {problems} problems")
+
             results = evaluation.evaluate(
                 configs,
                 name=name,
                 reference=reference,
                 log=log.info,
-                on_progress=_shown(progress, list(configs)),
+                on_progress=show,
             )
         _report(model, results, reference, next(iter(configs.values())))
     except ArealError as error:
         log.error("%s", error)
         return Failed(message=str(error))
     return Completed(message=f"{sum(len(result.records) for result in results)} problems")
-
-
-def _shown(progress: Progress, benchmarks: Sequence[str]) -> Callable[[str, int, int], None]:
-    def show(benchmark: str, done: int, problems: int) -> None:
-        share = (benchmarks.index(benchmark) + done / problems) / len(benchmarks)
-        progress.show(100.0 * share, f"{benchmark}  {done} of {problems} problems")
-
-    return show
 
 
 def _report(model: str, results: Sequence[Result], reference: str | None, config: RunConfig) -> None:

@@ -24,7 +24,6 @@ from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from flows.provision.nodes import Host
 
-LEADS = ("trainer", 0)
 _AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
 _VAIN = 10  # such tries, while nobody trains
 _GAP_S = 15.0  # between two looks, above which Prefect's server was away: who was silent then was not heard
@@ -99,10 +98,6 @@ class Share:
     def name(self) -> str:
         return f"{self.role}-{self.index}"
 
-    @property
-    def leads(self) -> bool:
-        return (self.role, self.index) == LEADS
-
 
 class Fleet:
     """A context. One thread looks; nodes are replaced in another one, while the run goes on."""
@@ -165,7 +160,11 @@ class Fleet:
 
     @property
     def leading(self) -> Share:
-        return next(share for share in self.shares if share.leads)
+        return self.shares[0]
+
+    def ended(self, role: str) -> bool:
+        """Whether every share of a role has."""
+        return all(share.seen.stage.over for share in self.of(role))
 
     def of(self, role: str) -> list[Share]:
         return [share for share in self.shares if share.role == role]
@@ -196,13 +195,13 @@ class Fleet:
             self._log(f"{share.name}: {why}")
             self._to_replace(share, why)
         elif stage is Stage.FAILED:
-            if share.failures < self._restarts:
-                self._give(share)
-                share.failures += 1
-                self._log(f"{share.name}: {why}; it is tried again")
-            else:
+            if share.failures >= self._restarts:
                 self._give_up(share, why)
-        elif stage is Stage.CANCELLED and not share.leads:
+                return
+            self._give(share)
+            share.failures += 1
+            self._log(f"{share.name}: {why}; it is tried again")
+        elif stage is Stage.CANCELLED and share is not self.leading:
             self._give_up(share, "it was cancelled")
 
     def _give(self, share: Share) -> None:

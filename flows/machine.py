@@ -1,12 +1,15 @@
 """What the programs of a cloud's machines have in common: the file that says what the machine was told when it booted,
-secrets in the cloud's parameter store (AWS's SSM), and what its metadata service says of the machine."""
+secrets in the cloud's parameter store (AWS's SSM), and what its metadata service says of the machine. That a spot node
+is to be reclaimed it says two minutes before.
+"""
 
 from __future__ import annotations
 
 import socket
 import sys
+import threading
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -22,6 +25,7 @@ T = TypeVar("T")
 _AT_ONCE = 10  # parameters that one request may name
 _METADATA = "http://169.254.169.254/latest"
 _TOKEN_S = 60
+_LOOK_S = 5.0  # between two looks whether the machine is to be reclaimed
 _METADATA_S = 2.0  # it is on this machine, or there is none
 
 
@@ -59,9 +63,37 @@ def identity() -> str:
     return metadata("instance-id") or socket.gethostname()
 
 
-def reclaimed() -> str | None:
-    """What the cloud says of its plan to take this machine back, two minutes before; None while it has none."""
-    return metadata("spot/instance-action")
+class Notice:
+    """A context that looks, in a thread, whether the cloud is to take this machine back."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.text: str | None = None  # what the cloud has said; None so far
+        self._log = log
+        self._over = threading.Event()
+        self._heed: Callable[[str], None] = lambda text: None
+        self._thread = threading.Thread(target=self._look, name="notice", daemon=True)
+
+    def __enter__(self) -> Notice:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def heed(self, action: Callable[[str], None]) -> None:
+        """Have `action` called with the notice, in a thread, once there is one."""
+        self._heed = action
+        if self.text is not None:
+            action(self.text)
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            if text := metadata("spot/instance-action"):
+                self.text = " ".join(text.split())
+                self._log(f"this node is to be reclaimed: {self.text}")
+                self._heed(self.text)
+                return
 
 
 def metadata(name: str) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import NoReturn
 
 import msgspec
@@ -40,12 +39,13 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
     secrets: dict[str, str] = {}  # environment variable -> name of the parameter that holds its value
 
 
-def worker(node: Node, secrets: Mapping[str, str]) -> NoReturn:
+def worker() -> NoReturn:
     """Become the worker of the node's queue; one piece of work at a time, as it uses the whole node."""
+    node = told(Node)
     environment = {
         **os.environ,
         **node.environment,
-        **secrets,
+        **secret_values(node.region, node.secrets),
         "DO_NOT_TRACK": "1",
         "PREFECT_API_URL": node.prefect.api_url,
         "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
@@ -57,12 +57,7 @@ def worker(node: Node, secrets: Mapping[str, str]) -> NoReturn:
 
 
 def main() -> int:
-    return run_command(_run)
-
-
-def _run() -> None:
-    node = told(Node)
-    worker(node, secret_values(node.region, node.secrets))
+    return run_command(worker)
 
 
 if __name__ == "__main__":

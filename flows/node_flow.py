@@ -3,33 +3,60 @@
     check the node -> lead the run, or take a share of it over -> its end
 
 The first node that trains leads: the launcher runs there, with all roles that other nodes don't have. It tells the
-others where it is, and the run's token, by a secret block of Prefect's.
+others where it is, and the run's token, by a secret block of Prefect's. They have a copy of its folder; where it is
+lost, they wait for another head node, which goes on from the newest checkpoint.
 A node that is to be reclaimed leaves the run; the flow that has provisioned it gives its share to another one.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
-from uuid import UUID
 
+import httpx
 from prefect import flow, get_client, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
-from areal_core.errors import ArealError
+from areal_core.api.controller_client import ControllerClient
+from areal_core.api.head import AwayError
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ArealError, ProcessError, StorageError
+from areal_core.run import launcher as core
+from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
 from flows.bootstrap import troubles
 from flows.compose import configure
-from flows.follower import follow
-from flows.head import lead
-from flows.machine import identity, own_address
-from flows.notice import Notice
-from flows.page import CancelUnheard, tie_to_worker
-from flows.provision.request import by_role
-from flows.roles import THREADS
-from flows.shared import HOPELESS
-from flows.shares import BAD_NODE, CHECKED, NODE, RECLAIMED, REFUSED
+from flows.machine import Notice, identity, own_address
+from flows.page import CancelUnheard, Progress, seen_where_it_answers, tie_to_worker
+from flows.provision.request import by_role, servers_per_node
+from flows.roles import THREADS, opened, report, run_roles
+from flows.shared import HOPELESS, PROGRESS
+from flows.shares import (
+    BAD_NODE,
+    CHECKED,
+    FINISH,
+    NODE,
+    RECLAIMED,
+    REFUSED,
+    Whereabouts,
+    mark,
+    publish,
+    tags_of,
+    whereabouts,
+)
+
+_PATIENCE_S = 1.0  # with the controller: the next look asks again
+_HEAD_S = 1800.0  # for a head node to come up, also for another one in its place: nodes take their time
+_LOOK_S = 2.0
+
+Log = Callable[[str], None]
 
 
 @flow(name="areal-node", task_runner=THREADS)
@@ -53,28 +80,145 @@ def areal_node(
         config = configure(**here)
     except ArealError as error:
         return Failed(name=REFUSED, message=str(error))
-    _say(f"{NODE}{node}")
-    if wrong := troubles(config, by_role(config)[role], api):
-        return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {'; '.join(wrong)}")
-    _say(CHECKED)
+    with get_client(sync_client=True) as client:
+        mark(client, flow_run.id, f"{NODE}{node}")
+        if wrong := troubles(config, by_role(config)[role], api):
+            return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {'; '.join(wrong)}")
+        mark(client, flow_run.id, CHECKED)
     with Notice(log) as notice:
         try:
             if role == "trainer" and index == 0:
-                lead(config, run_id, known_by, log, notice.text)
+                _lead(config, run_id, known_by, log, notice)
             else:
-                follow(config, run_id, role, index, address, log, notice)
+                _follow(config, run_id, role, index, address, log, notice)
         except CancelUnheard:
             return Cancelled(message="The run was stopped; it can be resumed.")
         except ArealError as error:
-            if notice.text() is None:
+            if notice.text is None:
                 return Failed(name=REFUSED if isinstance(error, HOPELESS) else None, message=str(error))
-    if (why := notice.text()) is not None:
-        return Completed(name=RECLAIMED, message=f"node {node} is reclaimed: {why}")
+    if notice.text is not None:
+        return Completed(name=RECLAIMED, message=f"node {node} is reclaimed: {notice.text}")
     return Completed()
 
 
-def _say(tag: str) -> None:
-    """By a tag of this flow run, which the flow that has provisioned the node reads."""
-    with get_client(sync_client=True) as client:
-        run = client.read_flow_run(UUID(flow_run.id))
-        client.update_flow_run(run.id, tags=[*run.tags, tag])
+# ---- the head node ----
+
+
+def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notice) -> None:
+    """Run it to its end. `known_by` is the flow run that people know the run by. What people will ask for once the node
+    is gone is put into the store, whatever the end."""
+    with Progress(PROGRESS) as progress:
+        if known := whereabouts(run_id):  # there was another head node
+            core.run_folder(config, run_id).keep_token(known.token)
+        run_dir = opened(config, run_id, progress, known_by)
+        try:
+            if run_dir.summary.exists():
+                summary = core.read_summary(run_dir)
+            else:
+                summary = run_roles(run_dir, progress, log, on_look=_Looks(run_dir, log, notice))
+        finally:
+            _keep(run_dir, config, log)
+    report(summary, run_dir)
+
+
+class _Looks:
+    """What the launcher of a head node sees to besides."""
+
+    def __init__(self, run_dir: RunDir, log: Log, notice: Notice) -> None:
+        self._run_dir, self._log, self._notice = run_dir, log, notice
+        self._told: Whereabouts | None = None
+        self._asked: str | None = None
+
+    def __call__(self, run: core.Run) -> None:
+        if self._notice.text is not None:
+            run.stop(f"the head node can't go on: {self._notice.text}")
+            return
+        with seen_where_it_answers():
+            if info := self._run_dir.ready_info("files"):
+                now = Whereabouts(url=info["url"], token=self._run_dir.token())
+                if now != self._told:
+                    publish(self._run_dir.info().run_id, now)
+                    self._told = now
+            if not self._run_dir.summary.exists():
+                self._finish_if_asked()
+
+    def _finish_if_asked(self) -> None:
+        with get_client(sync_client=True) as client:
+            tags = tags_of(client, flow_run.id)
+        if asked := next((tag.removeprefix(FINISH) for tag in tags if tag.startswith(FINISH)), None):
+            try:
+                with closing(ControllerClient(self._run_dir, patience_s=_PATIENCE_S)) as controller:
+                    controller.stop(asked)
+            except ArealError as error:  # it is being restarted: the next look asks again
+                self._log(f"the run is to end ({asked}), and its controller does not answer: {error}")
+                return
+            if asked != self._asked:
+                self._asked = asked
+                self._log(f"the run ends after this step: {asked}")
+
+
+def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
+    """Summary, logs and evaluations, in the run's folder of the store."""
+    store = Storage.open(run_dir.info().checkpoint_url, config.storage.endpoint_url, config.storage.patience_s)
+    files = [run_dir.summary, run_dir.root / "config.json", run_dir.root / "run.json"]
+    files += [*run_dir.logs.glob("*"), *run_dir.evaluations.rglob("*")]
+    try:
+        for file in (file for file in files if file.is_file()):
+            store.put_file(file, str(file.relative_to(run_dir.root)))
+    except StorageError as error:
+        log(f"what is left of the run on this node is lost with it: {error}")
+    else:
+        log(f"summary, logs and evaluations are kept in {store.url}")
+
+
+# ---- the other nodes ----
+
+
+def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
+    """Until the run has ended in order, or this node has left it. Raises ProcessError and others."""
+    log("waiting for the head node")
+    where = _Where(run_id)
+    head = Head(where, where.token())
+    count = servers_per_node(config) if role == "generation" else 1
+    share = Share(role=role, first=index * count, count=count)
+    folder = Path(config.state_dir).absolute() / "copies" / f"{role}-{index}"
+    while notice.text is None:
+        worker = RemoteWorker(share, CopiedFolder(head, folder), address, log=log)
+        notice.heed(worker.leave)
+        try:
+            worker.work(_HEAD_S)
+            return
+        except RunLostError as error:
+            log(f"waiting for another head node: {error}")
+
+
+class _Where:
+    """Where the head node is, as Prefect knows it; where it was, while Prefect is away."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._known: Whereabouts | None = None
+
+    def __call__(self) -> str:
+        return self._ask().url
+
+    def _ask(self) -> Whereabouts:
+        why = "there is no head node yet"
+        try:
+            self._known = whereabouts(self._run_id) or self._known
+        except httpx.HTTPError as error:
+            why = f"Prefect's server does not say where the head node is: {error}"
+        if self._known is None:
+            raise AwayError(why)
+        return self._known
+
+    def token(self) -> str:
+        """The run's, which every head node of it has. Raises ProcessError where none comes up."""
+        deadline = time.monotonic() + _HEAD_S
+        while True:
+            try:
+                return self._ask().token
+            except AwayError as error:
+                if time.monotonic() > deadline:
+                    raise ProcessError(f"no head node has come up in {_HEAD_S:.0f} s: {error}") from None
+            time.sleep(_LOOK_S)

@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from flows.provision.nodes import Host, control_outputs
 from flows.provision.request import by_role, overrides, variables
 from flows.provision.terraform import Plan
 from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
-from flows.shares import FINISH, REAPER, Shares
+from flows.shares import FINISH, REAPER, Shares, mark
 from flows.stack import STATE
 from flows.watch import newest_artifact
 
@@ -61,95 +61,55 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
     control = control_outputs(STATE)
     chosen = [*given.get("overrides", []), *overrides(config, control)]
     on_nodes = configure(**{**given, "overrides": chosen})
-    with _reaped_where_cancelled(), _supply(on_nodes, run_id, control, log) as supply:
+    shown = {name: value for name, value in given.items() if value is not None} | {"overrides": chosen}
+    with (
+        get_client(sync_client=True) as client,
+        _reaped_where_cancelled(),
+        _leased(on_nodes, run_id, control, log) as nodes,
+    ):
         progress.show(0.0, "provisioning nodes")
+        shares = partial(Shares, client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
         try:
-            hosts = provision(supply)
-            shown = {name: value for name, value in given.items() if value is not None} | {"overrides": chosen}
-            with get_client(sync_client=True) as client:
-                shares = Shares(client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
-                with _given_out(on_nodes, hosts, shares, supply, log) as fleet:
-                    _watch(fleet, shares, supply, progress, client, Alerts(run_id))
-                _take_over(client, fleet.leading.id, log)
+            hosts = provision(nodes, on_nodes, shares)
+            with _given_out(on_nodes, hosts, shares(), nodes, log) as fleet:
+                _watch(fleet, nodes, progress, client, Alerts(run_id))
+            _take_over(client, fleet.leading.id, log)
         except Exception:
-            teardown(supply)
+            teardown(nodes)
             raise
-        teardown(supply)
+        teardown(nodes)
         store = _store(on_nodes, run_id)
         summary = summary_of(store.get_bytes("summary.json").decode())
-        if (spent := supply.spent()) is not None:
-            bill(spent, summary, store)
+        if nodes is not None:
+            bill(nodes.spent(), summary, store)
     return summary
-
-
-class Given:
-    """Hosts that are there, in the place of LeasedNodes: nothing is made, replaced, counted or ended."""
-
-    def __init__(self, config: RunConfig, shares: Callable[[], Shares]) -> None:
-        self._config, self._shares = config, shares
-
-    def make(self, on_plan: Callable[[Plan], None]) -> list[Host]:
-        """Raises ProvisionError where fewer serve the queue of a role than the run has nodes of it."""
-        hosts: list[Host] = []
-        for role, nodes in by_role(self._config).items():
-            there = self._shares().hosts(role)
-            if len(there) < nodes.count:
-                raise ProvisionError(
-                    f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
-                    f"{self._config.provision.work_pool}, there are {len(there)}"
-                )
-            hosts += there[: nodes.count]
-        return hosts
-
-    def check(self) -> None:
-        pass
-
-    def spent(self) -> Meter | None:
-        return None
-
-    def end(self, on_plan: Callable[[Plan], None]) -> None:
-        get_run_logger().info("hosts that are given stay")
-
-    def hand_over(self) -> None:
-        pass
-
-
-Supply = LeasedNodes | Given  # where the nodes of a run come from
 
 
 # ---- tasks ----
 
 
 @task(cache_policy=NO_CACHE)
-def provision(supply: Supply) -> list[Host]:
-    """Have the nodes made, as the plan says that becomes an artifact."""
-    hosts = supply.make(_show_plan)
+def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[], Shares]) -> list[Host]:
+    """Have the nodes made, as the plan says that becomes an artifact; or find the hosts that are given."""
+    hosts = _given(config, shares()) if nodes is None else nodes.make(_show_plan)
     get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
     return hosts
 
 
 @task(cache_policy=NO_CACHE)
-def bootstrap(fleet: Fleet) -> None:
-    """Every node is up, was looked at, and has its share of the run."""
-    _wait(fleet, lambda: fleet.ready)
+def wait(fleet: Fleet, done: Callable[[], bool]) -> None:
+    """Until nodes have come as far as `done` tells, or nobody looks after them any more."""
+    while not done() and not fleet.closed:
+        time.sleep(_LOOK_S)
 
 
 @task(cache_policy=NO_CACHE)
-def generate(fleet: Fleet) -> None:
-    """The nodes that generate."""
-    _wait(fleet, lambda: all(share.seen.stage.over for share in fleet.of("generation")))
-
-
-@task(cache_policy=NO_CACHE)
-def train(fleet: Fleet) -> None:
-    """The nodes that train, the head node among them."""
-    _wait(fleet, lambda: all(share.seen.stage.over for share in fleet.of("trainer")))
-
-
-@task(cache_policy=NO_CACHE)
-def teardown(supply: Supply) -> None:
+def teardown(nodes: LeasedNodes | None) -> None:
     """End the nodes. What can't be ended now, the reaper ends."""
-    supply.end(_show_plan)
+    if nodes is None:
+        get_run_logger().info("hosts that are given stay")
+    else:
+        nodes.end(_show_plan)
 
 
 @task(cache_policy=NO_CACHE)
@@ -187,11 +147,6 @@ def _dollars(cost: float) -> str:
     return f"${cost:.2f}"
 
 
-def _wait(fleet: Fleet, done: Callable[[], bool]) -> None:
-    while not done() and not fleet.closed:
-        time.sleep(_LOOK_S)
-
-
 def _show_plan(plan: Plan) -> None:
     rows = [{"what": change.action, "resource": change.address} for change in plan.changes]
     log = get_run_logger()
@@ -202,17 +157,30 @@ def _show_plan(plan: Plan) -> None:
 # ---- inside ----
 
 
-@contextmanager
-def _supply(config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log) -> Iterator[Supply]:
+def _leased(
+    config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log
+) -> AbstractContextManager[LeasedNodes | None]:
+    """The nodes that the run has made; None where hosts are given, of which nothing is made, replaced or ended."""
     its = config.provision
     if its.kind == "static":
-        with get_client(sync_client=True) as client:
-            yield Given(config, partial(Shares, client, config, run_id, {}))
-        return
+        return nullcontext()
     request = variables(config, run_id, control, datetime.now(UTC))
     prices = {role: its.dollars(nodes) for role, nodes in by_role(config).items()}
-    with LeasedNodes(request, STATE, length_s=its.lease_s, prices=prices, log=log) as nodes:
-        yield nodes
+    return LeasedNodes(request, STATE, length_s=its.lease_s, prices=prices, log=log)
+
+
+def _given(config: RunConfig, shares: Shares) -> list[Host]:
+    """Raises ProvisionError where fewer hosts serve the queue of a role than the run has nodes of it."""
+    hosts: list[Host] = []
+    for role, nodes in by_role(config).items():
+        there = shares.hosts(role)
+        if len(there) < nodes.count:
+            raise ProvisionError(
+                f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
+                f"{config.provision.work_pool}, there are {len(there)}"
+            )
+        hosts += there[: nodes.count]
+    return hosts
 
 
 @contextmanager
@@ -228,9 +196,10 @@ def _reaped_where_cancelled() -> Iterator[None]:
 
 
 @contextmanager
-def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Supply, log: Log) -> Iterator[Fleet]:
+def _given_out(
+    config: RunConfig, hosts: list[Host], shares: Shares, nodes: LeasedNodes | None, log: Log
+) -> Iterator[Fleet]:
     """The shares of the run, which all have ended in the end."""
-    nodes = None if isinstance(supply, Given) else supply
     with Fleet(config.provision, hosts, shares, nodes, restarts=config.launch.restarts, log=log) as fleet:
         try:
             yield fleet
@@ -239,7 +208,8 @@ def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Sup
                 if not isinstance(error, LeaseLostError):  # else they are somebody else's, as the nodes are
                     _end(shares, log)
             else:
-                supply.hand_over()  # first, as Prefect may be away
+                if nodes is not None:
+                    nodes.hand_over()  # first, as Prefect may be away
                 with seen_where_it_answers():
                     shares.stop()
             raise
@@ -264,23 +234,29 @@ def _end(shares: Shares, log: Log) -> None:
 
 
 def _watch(
-    fleet: Fleet, shares: Shares, supply: Supply, progress: Progress, client: SyncPrefectClient, alerts: Alerts
+    fleet: Fleet, nodes: LeasedNodes | None, progress: Progress, client: SyncPrefectClient, alerts: Alerts
 ) -> None:
     """Look after nodes and shares until the run has ended in order."""
-    tasks = [bootstrap.submit(fleet), generate.submit(fleet), train.submit(fleet)]
+    waited_for: dict[str, Callable[[], bool]] = {
+        "bootstrap": lambda: fleet.ready,  # every node is up, was looked at, and has its share of the run
+        "generate": lambda: fleet.ended("generation"),
+        "train": lambda: fleet.ended("trainer"),
+    }
+    tasks = [wait.with_options(name=name).submit(fleet, done) for name, done in waited_for.items()]
     while not fleet.over:
         time.sleep(_LOOK_S)
-        supply.check()
+        if nodes is not None:
+            nodes.check()
         with seen_where_it_answers():
             fleet.look()
             _show_progress(fleet, progress, client)
-            if (spent := supply.spent()) is not None and spent.is_over(fleet.config.budget):
-                shares.mark(fleet.leading.id, f"{FINISH}budget")
+            if nodes is not None and (spent := nodes.spent()).is_over(fleet.config.budget):
+                mark(client, fleet.leading.id, f"{FINISH}budget")
                 alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
     deadline = time.monotonic() + _SEE_S  # the other nodes see for themselves that the run has ended
-    while time.monotonic() < deadline and not all(share.seen.stage.over for share in fleet.shares):
+    while time.monotonic() < deadline and not (fleet.ended("generation") and fleet.ended("trainer")):
         time.sleep(_LOOK_S)
         with seen_where_it_answers():
             fleet.look()

@@ -29,12 +29,13 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary
 from flows.alerts import Alerts
-from flows.page import CancelUnheard, Progress, told
+from flows.page import CancelUnheard, Progress, seen_where_it_answers, told
 from flows.run_result import result_markdown, result_rows, tracking_page
 from flows.shared import RESULT, SUMMARY, TRACKING
 
 THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
 
+_ROLES = ("generate", "rollout", "train", "evaluate", "track")  # methods of `core.Run`, and names of tasks
 _INTERVAL_S = 2.0  # between two looks
 _END_S = 60.0  # for the roles of a run that was stopped
 
@@ -50,7 +51,7 @@ def run_roles(
     the run's first failure."""
     run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
     try:
-        roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
+        roles = [supervise.with_options(name=role).submit(run, role) for role in _ROLES]
         while wait(roles, timeout=_INTERVAL_S).not_done:
             on_look(run)
             if status := run.status():
@@ -70,7 +71,8 @@ def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str 
     progress.show(0.0, "preparing")
     run_dir = prepare(config, run_id, flow_run_id)
     if page := tracking_page(run_dir.info()):
-        progress.link(TRACKING, page, "The run in MLflow, while it goes on")
+        with seen_where_it_answers():
+            create_markdown_artifact(f"[The run in MLflow, while it goes on]({page})", TRACKING)
     return run_dir
 
 
@@ -84,33 +86,13 @@ def prepare(config: RunConfig, run_id: str, flow_run_id: str | None = None) -> R
 
 
 @task(cache_policy=NO_CACHE)
-def generate(run: core.Run) -> State | None:
-    """Generation servers: sample completions, load every new policy version."""
-    return _supervised(run.generate)
-
-
-@task(cache_policy=NO_CACHE)
-def rollout(run: core.Run) -> State | None:
-    """The controller: admits prompts within the staleness bound, has completions scored, serves batches."""
-    return _supervised(run.rollout)
-
-
-@task(cache_policy=NO_CACHE)
-def train(run: core.Run) -> State | None:
-    """The trainer: one policy version a batch, and checkpoints."""
-    return _supervised(run.train)
-
-
-@task(cache_policy=NO_CACHE)
-def evaluate(run: core.Run) -> State | None:
-    """The evaluator: scores published versions on held-out prompts."""
-    return _supervised(run.evaluate)
-
-
-@task(cache_policy=NO_CACHE)
-def track(run: core.Run) -> State | None:
-    """The tracker: forwards metrics to MLflow."""
-    return _supervised(run.track)
+def supervise(run: core.Run, role: str) -> State | None:
+    """Run a role to its end; a failure of the run becomes a Failed task, without a stack that would explain nothing."""
+    try:
+        getattr(run, role)()
+    except ArealError as error:
+        return Failed(message=str(error))
+    return None
 
 
 @task(cache_policy=NO_CACHE)
@@ -137,12 +119,3 @@ def _untracked(run_dir: RunDir) -> str | None:
     if refused:
         missing.append(f"{len(refused)} items that MLflow refuses, as {refused[0]}")
     return "; ".join(missing) or None
-
-
-def _supervised(role: Callable[[], None]) -> State | None:
-    """Run a role to its end; a failure of the run becomes a Failed task, without a stack that would explain nothing."""
-    try:
-        role()
-    except ArealError as error:
-        return Failed(message=str(error))
-    return None

@@ -49,7 +49,7 @@ def log_file(folder: Path, name: str) -> LogFile:
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
-    pass
+    """This process was sent a signal to end."""
 
 
 class Services:
@@ -100,10 +100,8 @@ class Services:
         restarts: int = 0,
     ) -> None:
         """`needed`: all ends with it; `restarts`: how often it is started again before that."""
-        again = None
-        if restarts:
-            options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
-            again = functools.partial(self.start, name, argv, environment, grace_s, **options)
+        options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
+        again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
         # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
         started = children.start(

@@ -1,17 +1,25 @@
 """Shares of a run, as flow runs of `areal-node/node` that nodes take from the queues of their roles.
 
+Where a run's head node is, and the run's token, which its other nodes need to join, is in a secret block of Prefect's:
+the head node writes it, and the flow that ends the nodes deletes it.
+
 A node says by tags of its flow run where it is (`node:ID`) and that it is as it should be (`checked`), and by the name
 of the final state what has become of its share.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
+from prefect import get_client
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -26,7 +34,6 @@ from prefect.states import Cancelled, Cancelling, Crashed
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProvisionError
-from flows import whereabouts
 from flows.fleet import Seen, Stage
 from flows.provision.nodes import Host
 from flows.provision.request import ROLES, by_role, queue
@@ -36,6 +43,7 @@ REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
 CHECKED = "checked"
 NODE = "node:"  # and its id
 FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why
+_BLOCK = "secret"  # type of the block
 STATIC = "static"  # the run of hosts that are given
 RECLAIMED, BAD_NODE, REFUSED = "Reclaimed", "BadNode", "Refused"  # names of final states
 
@@ -47,6 +55,12 @@ _BY_TYPE = {
     StateType.CANCELLED: Stage.CANCELLED,
 }
 _UNFINISHED = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING]
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    url: str  # of the head node's data server
+    token: str
 
 
 class Shares:
@@ -112,12 +126,6 @@ class Shares:
                 silent = (now - worker.last_heartbeat_time).total_seconds()
                 yield worker.name.removeprefix(f"{own}-{role}-"), max(0.0, silent)
 
-    def mark(self, share: str, tag: str) -> None:
-        """Tell the node that has a share."""
-        run = self._client.read_flow_run(UUID(share))
-        if tag not in run.tags:
-            self._client.update_flow_run(run.id, tags=[*run.tags, tag])
-
     def stop(self) -> bool:
         """Have all shares end that have not; whether there are none any more."""
         unfinished = _unfinished(self._client, self._run)
@@ -142,7 +150,39 @@ def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
     for role in ROLES:
         with suppress(ObjectNotFound):
             client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)
-    whereabouts.forget(run_id, client)
+    with suppress(ObjectNotFound):
+        document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=False)
+        client.delete_block_document(document.id)
+
+
+def publish(run_id: str, where: Whereabouts) -> None:
+    """In the place of what was said before."""
+    block: Any = Secret  # of which Prefect knows no kinds: Secret[str] would be another type of block
+    block(value=json.dumps(asdict(where))).save(_block(run_id), overwrite=True)
+
+
+def whereabouts(run_id: str) -> Whereabouts | None:
+    """None while no head node is up. Raises httpx.HTTPError while Prefect's server is away."""
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=True)
+        return Whereabouts(**json.loads(document.data["value"]))
+    return None
+
+
+def _block(run_id: str) -> str:
+    """Prefect's names are of small letters, digits and dashes."""
+    return f"areal-run-{re.sub('[^a-z0-9]+', '-', run_id.lower())}"
+
+
+def tags_of(client: SyncPrefectClient, flow_run_id: str) -> list[str]:
+    """By which the flow of a run and those of its nodes tell each other what is to be known."""
+    return client.read_flow_run(UUID(flow_run_id)).tags
+
+
+def mark(client: SyncPrefectClient, flow_run_id: str, tag: str) -> None:
+    tags = tags_of(client, flow_run_id)
+    if tag not in tags:
+        client.update_flow_run(UUID(flow_run_id), tags=[*tags, tag])
 
 
 def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:

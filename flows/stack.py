@@ -23,10 +23,10 @@ import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from areal_core.config.fields import refuse_credentials
 from areal_core.config.groups import MLFLOW_CREDENTIALS
@@ -211,7 +211,9 @@ def _start(services: Services, owner: Owner) -> Stack:
         port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
-        settings = prefect_environment(prefect_api) | _own_pages_alone(port)
+        # By default any site that is open in a browser on this machine may have the worker run its commands.
+        pages = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
+        settings = prefect_environment(prefect_api) | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
         services.start("prefect-server", argv, settings, restarts=_PREFECT_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
         worker.append(SOLE)
@@ -227,13 +229,6 @@ def _start(services: Services, owner: Owner) -> Stack:
     return stack
 
 
-def _own_pages_alone(port: int) -> dict[str, str]:
-    """Settings of Prefect's server: by default any site that is open in a browser on this machine may have the worker
-    run its commands."""
-    own = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
-    return {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": own}
-
-
 MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
@@ -241,15 +236,9 @@ def _mlflow_argv(port: int) -> list[str]:
     folder = STATE / "mlflow"
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    return [
-        *argv,
-        "--backend-store-uri",
-        f"sqlite:///{folder}/mlflow.db",
-        # Not through the server: so `python -m areal_core`, which opens the same database, can write artifacts as well.
-        "--no-serve-artifacts",
-        "--default-artifact-root",
-        f"file://{folder}/artifacts",
-    ]
+    # Not through the server: so `python -m areal_core`, which opens the same database, can write artifacts as well.
+    artifacts = ["--no-serve-artifacts", "--default-artifact-root", f"file://{folder}/artifacts"]
+    return [*argv, "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *artifacts]
 
 
 def _lock() -> FileLock:
@@ -276,7 +265,7 @@ def _port(variable: str, default: int, last_url: object) -> int:
         return int(asked)
     last = str(last_url or "").removesuffix("/api").rpartition(":")[2]
     candidates = [int(last)] if last.isdigit() else []
-    return next(port for port in itertools.chain(candidates, [default], _any_ports()) if _claimed(port))
+    return next(port for port in itertools.chain(candidates, [default], iter(_any_port, None)) if _claimed(port))
 
 
 def _claimed(port: int) -> bool:
@@ -302,12 +291,10 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _any_ports() -> Iterator[int]:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield port
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def responds(url: str) -> bool:
@@ -341,15 +328,12 @@ def _down() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.stack", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up")
-    commands.add_parser("down")
-    internal = commands.add_parser("serve")
-    internal.add_argument("owner", choices=get_args(Owner))
-    internal.add_argument("report", type=int)
+    parser.add_argument("command", choices=("up", "down", "serve"))
+    parser.add_argument("internal", nargs="*", help="of serve: owner and report")
     arguments = parser.parse_args()
     if arguments.command == "serve":
-        return serve(arguments.owner, arguments.report)
+        owner, report = arguments.internal
+        return serve(owner, int(report))
     return run_command(_up if arguments.command == "up" else _down)
 
 

@@ -116,7 +116,8 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             for place in _rows(places):
                 console.print(_safe(f"{place['what']}: {place['value']}"), soft_wrap=True)
         if not state.is_completed():
-            console.print(f"[red]{state.name}[/]: {_safe(_plain(state.message))}", soft_wrap=True)
+            why = (state.message or "no reason given").removeprefix("Flow run encountered an exception: ")
+            console.print(f"[red]{state.name}[/]: {_safe(why)}", soft_wrap=True)
             return 1
     if up.owner != "up":
         console.print("Run `make up` to open these pages again.")
@@ -150,7 +151,8 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
             done = float(str(artifact.data)) if artifact else 0.0
             text = _safe(artifact.description if artifact and artifact.description else str(flow_run.state.name))
             bar.update(shown, description=text, completed=done)
-            if not console.is_terminal and said != (said := (done, _what(text))):
+            what = re.split(" · |  ", text, maxsplit=1)[0]  # without the figures that change all the time
+            if not console.is_terminal and said != (said := (done, what)):
                 console.print(text, soft_wrap=True)
             if flow_run.state.is_final():
                 return flow_run
@@ -211,16 +213,6 @@ def _rows(artifact: Artifact) -> list[dict[str, str]]:
 def _safe(text: str) -> str:
     """Text of unknown origin for a console: without control characters or markup of its own."""
     return escape(printable_lines(text))
-
-
-def _what(text: str) -> str:
-    """The beginning of a line of progress, without the figures that change all the time."""
-    return re.split(" · |  ", text, maxsplit=1)[0]
-
-
-def _plain(message: str | None) -> str:
-    """A state's message, without the prefix that Prefect puts before an exception."""
-    return (message or "no reason given").removeprefix("Flow run encountered an exception: ")
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,16 +59,26 @@ def plan_trials(
 
     Raises ConfigError in one line: for names, seeds and overrides that can't be, and for arms that don't match.
     """
-    _check_names(comparison, arms)
-    _check_seeds(seeds)
+    for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
+        check_name(field, name)
+    if len(arms) < 2:
+        raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
+    if not seeds:
+        raise ConfigError("seeds: must be at least one")
+    if len(set(seeds)) != len(seeds):
+        raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
     compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
     composed = {arm: _compose(arm, experiment, overrides, own) for arm, own in arms.items()}
     _check_named(arms, composed)
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
-        configs = {arm: _seeded(arm, config, seed) for arm, config in composed.items()}
+        configs: dict[str, RunConfig] = {}
+        for arm, config in composed.items():
+            with _named(arm):
+                configs[arm] = load(replace(config, seed=seed).to_dict())
         check_matched(configs)
-        for arm in _rotated(list(arms), position):
+        first = position % len(arms)
+        for arm in [*arms, *arms][first : first + len(arms)]:
             trials.append(Trial(arm=arm, seed=seed, run_id=f"{comparison}.{arm}.s{seed}", config=configs[arm]))
     return trials
 
@@ -128,45 +139,26 @@ def check_name(field: str, name: str) -> None:
         raise ConfigError(f"{field}: a name must have at most {_MAX_NAME} characters, got {len(name)}: {name[:80]}")
 
 
-def _check_names(comparison: str, arms: Mapping[str, Sequence[str]]) -> None:
-    for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
-        check_name(field, name)
-    if len(arms) < 2:
-        raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
-
-
-def _check_seeds(seeds: Sequence[int]) -> None:
-    if not seeds:
-        raise ConfigError("seeds: must be at least one")
-    if len(set(seeds)) != len(seeds):
-        raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
-
-
 def _compose(arm: str, experiment: str, overrides: Sequence[str], own: Sequence[str]) -> RunConfig:
     if any(_field(override) == "seed" for override in (*overrides, *own)):
         raise ConfigError(f"arms.{arm}: seed is chosen by seeds, not by an override")
     chosen = [override.partition("=")[2].strip() for override in own if _field(override) == "experiment"]
     others = [override for override in own if _field(override) != "experiment"]
-    try:
+    with _named(arm):
         return compose(chosen[-1] if chosen else experiment, [*overrides, *others])
+
+
+@contextmanager
+def _named(arm: str) -> Iterator[None]:
+    """What is wrong is this arm's fault."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"arms.{arm}: {error}") from error
 
 
 def _field(override: str) -> str:
     return override.partition("=")[0].strip()
-
-
-def _seeded(arm: str, config: RunConfig, seed: int) -> RunConfig:
-    try:
-        return load(replace(config, seed=seed).to_dict())
-    except ConfigError as error:
-        raise ConfigError(f"arms.{arm}: {error}") from error
-
-
-def _rotated(arms: list[str], by: int) -> list[str]:
-    first = by % len(arms)
-    return arms[first:] + arms[:first]
 
 
 def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunConfig) -> None:

@@ -25,11 +25,6 @@ class Parent:
     experiment_id: str
     run_id: str
 
-    @property
-    def tags(self) -> dict[str, str]:
-        """What makes a run its child."""
-        return {"mlflow.parentRunId": self.run_id}
-
     def places(self, trials: Sequence[Trial]) -> dict[str, str]:
         """MLflow's pages of the comparison, of all runs, and of the curves of the trials that were started."""
         at = self.uri, self.experiment_id
@@ -73,18 +68,12 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
         "overrides": " ".join(comparison.overrides),
     }
     known = comparison.folder() / "tracking.json"
-    if known.exists():
-        run_id = json.loads(known.read_text())["run_id"]
-        if mlflow_client.resume_run(uri, run_id, labels, settings):
-            return _parent(uri, run_id)
-    run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
-    parent = _parent(uri, run_id)
+    run_id = json.loads(known.read_text())["run_id"] if known.exists() else None
+    if run_id is None or not mlflow_client.resume_run(uri, run_id, labels, settings):
+        run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
+    parent = Parent(uri=uri, experiment_id=mlflow_client.experiment_of(uri, run_id), run_id=run_id)
     write_json(known, dataclasses.asdict(parent))
     return parent
-
-
-def _parent(uri: str, run_id: str) -> Parent:
-    return Parent(uri=uri, experiment_id=mlflow_client.experiment_of(uri, run_id), run_id=run_id)
 
 
 def _children(trials: Sequence[Trial]) -> list[str]:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import write_json
@@ -51,19 +50,12 @@ class Comparison:
             self._check(f"arms.{arm}", list(overrides), list(arms.setdefault(arm, overrides)))
         return replace(self, arms=arms, seeds=list(dict.fromkeys((*known.seeds, *self.seeds))))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in plan.json, where a list keeps the order of the arms."""
-        return {
-            "experiment": self.experiment,
-            "arms": [{"name": arm, "overrides": list(overrides)} for arm, overrides in self.arms.items()],
-            "seeds": list(self.seeds),
-            "overrides": list(self.overrides),
-        }
-
     def write(self) -> None:
         folder = self.folder()
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "plan.json", self.to_dict())
+        arms = [{"name": arm, "overrides": overrides} for arm, overrides in self.arms.items()]  # a list keeps the order
+        plan = {"experiment": self.experiment, "arms": arms, "seeds": self.seeds, "overrides": self.overrides}
+        write_json(folder / "plan.json", plan)
 
     def _check(self, field: str, asked: object, known: object) -> None:
         if asked != known:

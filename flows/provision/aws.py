@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError, one_line
-from flows.provision.cloud import Found
+from flows.provision.cloud import NODE, Found
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _RUN, _NODE = "areal:run", "areal:node"  # tags
 _NAMED = re.compile("areal-(.+)-(generation|trainer)-[0-9a-f]{6}")  # areal-RUN-ROLE-EPOCH
 _COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
-_INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
+_INSTANCE, _TEMPLATE, _GROUP = NODE, "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
 _LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 
@@ -83,27 +83,23 @@ class Aws:
     def _ec2_found(self, run: str | None) -> Iterator[Found]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
         living = {"Name": "instance-state-name", "Values": _COST}
-        for page in self._pages("describe_instances", Filters=[tagged, living]):
-            for reservation in page["Reservations"]:
-                for each in reservation["Instances"]:
-                    yield Found(
-                        kind=_INSTANCE,
-                        id=each["InstanceId"],
-                        run=_tags(each)[_RUN],
-                        role=_tags(each).get(_NODE, "").rpartition("-")[0] or None,
-                        since=each["LaunchTime"].timestamp(),
-                        near=self._near(each.get("VpcId")),
-                    )
-        for page in self._pages("describe_launch_templates", Filters=[tagged]):
-            for each in page["LaunchTemplates"]:
-                since = each["CreateTime"].timestamp()
-                yield Found(kind=_TEMPLATE, id=each["LaunchTemplateId"], run=_tags(each)[_RUN], since=since)
+        for reservation in _each(self._ec2, "describe_instances", "Reservations", Filters=[tagged, living]):
+            for each in reservation["Instances"]:
+                yield Found(
+                    kind=_INSTANCE,
+                    id=each["InstanceId"],
+                    run=_tags(each)[_RUN],
+                    role=_tags(each).get(_NODE, "").rpartition("-")[0] or None,
+                    since=each["LaunchTime"].timestamp(),
+                    near=self._near(each),
+                )
+        for each in _each(self._ec2, "describe_launch_templates", "LaunchTemplates", Filters=[tagged]):
+            since = each["CreateTime"].timestamp()
+            yield Found(kind=_TEMPLATE, id=each["LaunchTemplateId"], run=_tags(each)[_RUN], since=since)
         for each in self._ec2.describe_placement_groups(Filters=[tagged])["PlacementGroups"]:
             yield Found(kind=_PLACEMENT, id=each["GroupName"], run=_tags(each)[_RUN])
-        for page in self._pages("describe_security_groups", Filters=[tagged]):
-            for each in page["SecurityGroups"]:
-                near = self._near(each.get("VpcId"))
-                yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=near)
+        for each in _each(self._ec2, "describe_security_groups", "SecurityGroups", Filters=[tagged]):
+            yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=self._near(each))
 
     def _iam_found(self, run: str | None) -> Iterator[Found]:
         """Those among all that the account has whose name and tag agree."""
@@ -111,22 +107,20 @@ class Aws:
             ("list_instance_profiles", "InstanceProfiles", "InstanceProfileName", _PROFILE),
             ("list_roles", "Roles", "RoleName", _ROLE),
         ):
-            for page in self._iam.get_paginator(operation).paginate():
-                for each in page[key]:
-                    name, since = each[name_of], each["CreateDate"].timestamp()
-                    named = _NAMED.fullmatch(name)
-                    if named and run in (None, named[1]) and self._is_tagged(kind, name, named[1]):
-                        yield Found(kind=kind, id=name, run=named[1], role=named[2], since=since)
+            for each in _each(self._iam, operation, key):
+                name, since = each[name_of], each["CreateDate"].timestamp()
+                named = _NAMED.fullmatch(name)
+                if named and run in (None, named[1]) and self._is_tagged(kind, name, named[1]):
+                    yield Found(kind=kind, id=name, run=named[1], role=named[2], since=since)
 
     def _profile(self, name: str) -> dict[str, Any]:
         return self._iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
 
-    def _role(self, name: str) -> dict[str, Any]:
-        return self._iam.get_role(RoleName=name)["Role"]
-
     def _is_tagged(self, kind: str, name: str, run: str) -> bool:
         """Lists leave tags out."""
-        each = _unless_gone(lambda: self._profile(name) if kind == _PROFILE else self._role(name))
+        each = _unless_gone(
+            lambda: self._profile(name) if kind == _PROFILE else self._iam.get_role(RoleName=name)["Role"]
+        )
         return each is not None and _tags(each).get(_RUN) == run
 
     def _end_profile(self, name: str) -> None:
@@ -143,11 +137,13 @@ class Aws:
             self._iam.delete_role_policy(RoleName=name, PolicyName=policy)
         self._iam.delete_role(RoleName=name)
 
-    def _pages(self, operation: str, **arguments: Any) -> Iterable[dict[str, Any]]:
-        return self._ec2.get_paginator(operation).paginate(**arguments)
+    def _near(self, each: dict[str, Any]) -> bool:
+        return self._network is not None and each.get("VpcId") == self._network
 
-    def _near(self, network: str | None) -> bool:
-        return network is not None and network == self._network
+
+def _each(client: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    for page in client.get_paginator(operation).paginate(**arguments):
+        yield from page[key]
 
 
 def _tags(each: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+NODE = "aws_instance"  # kind of what is a node
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_core.errors import ConfigError
+from flows.provision.cloud import Found
 from flows.provision.nodes import Host
 
 _HOUR_S = 3600.0
@@ -27,10 +28,10 @@ class Meter:
         self._prices: dict[str, float] = {**noted.get("prices", {}), **known}
         self._nodes: dict[str, list[Any]] = {id_: list(node) for id_, node in noted.get("nodes", {}).items()}
 
-    def observe(self, hosts: Iterable[Host], now: float) -> None:
+    def observe(self, hosts: Iterable[Host | Found], now: float) -> None:
         """These are there at `now`, in seconds since 1970."""
         for host in hosts:
-            node = self._nodes.setdefault(host.id, [host.role, now, now])
+            node = self._nodes.setdefault(host.id, [host.role or "-", now, now])
             node[2] = max(node[2], now)
 
     def noted(self) -> dict[str, Any]:

@@ -30,10 +30,11 @@ from typing import Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.launch.process import boot_id
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cloud import Cloud
 from flows.provision.cost import Meter
-from flows.provision.leases import By, Claimant, LeaseLostError, Leases
+from flows.provision.leases import By, Claimant, Leases
 from flows.provision.nodes import Host, Nodes, completed, control_outputs
 from flows.provision.terraform import KilledError, LockedError, Plan
 
@@ -60,10 +61,6 @@ _log = logging.getLogger(__name__)
 Show = Callable[[Plan], None]
 
 
-def ignore(plan: Plan) -> None:
-    """For those who need not see what is planned."""
-
-
 class LeasedNodes:
     """A context: the nodes of one run, while this process has their lease. Threads may share it.
 
@@ -88,19 +85,18 @@ class LeasedNodes:
         prices: Mapping[str, float | None] | None = None,
         leases: Leases | None = None,
         cloud: Cloud | None = None,
-        on_lost: Callable[[str], None] = _log.error,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
         `kept_until` (seconds since 1970) without a holder. One that is held, perhaps by somebody who is dead, is waited
         for, for `patience_s`: a flow's waits as long as a dead one's takes to run out, unless it is renewed. `prices`
-        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made.
-        `on_lost` is told why by another thread, once, when somebody else has taken the lease."""
+        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made."""
         self.request, self._state, self._log = completed(request, control_outputs(state)), state, log
         self._by: By = by
-        self._length_s, self._kept_until, self._on_lost = length_s, kept_until, on_lost
+        self._length_s, self._kept_until = length_s, kept_until
         foundation = self.request["foundation"]
-        self._leases = leases or Leases(store_of(foundation, min(_STORE_S, length_s / 6)))
+        store_s = min(_STORE_S, length_s / 6)
+        self._leases = leases or Leases(Storage.open(f"s3://{foundation['bucket']}", patience_s=store_s))
         self._cloud = cloud or cloud_of(foundation)
         self._patience_s = patience_s
         if patience_s is None:
@@ -116,11 +112,11 @@ class LeasedNodes:
         self._stack = ExitStack()
 
     def __enter__(self) -> LeasedNodes:
+        owner = str(self.request.get("lease", {}).get("owner", "somebody"))
         with ExitStack() as stack:
             self._nodes = nodes = Nodes(
                 self.request,
                 self._state,
-                folder="reap" if self._by == "reaper" else "provision",
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
@@ -130,9 +126,9 @@ class LeasedNodes:
             stack.push(nodes.__exit__)
             self._held = held = self._leases.acquire(
                 self.run,
-                Claimant(owner=_owner(self.request), by=self._by, where=_place(nodes.folder)),
+                Claimant(owner=owner, by=self._by, where=_place(nodes.folder)),
                 self._length_s,
-                request=None if self._by == "reaper" else self.request,
+                request=self.request,
                 kept_until=self._kept_until,
                 patience_s=self._patience_s or 0.0,
             )
@@ -156,12 +152,12 @@ class LeasedNodes:
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
-    def make(self, on_plan: Show = ignore) -> list[Host]:
+    def make(self, on_plan: Show = lambda plan: None) -> list[Host]:
         """Have the nodes be as requested: `on_plan` is shown what would change, and may refuse it by raising; then just
         that is done. A plan that has become stale is made, and shown, again."""
         return self._changed(self._nodes.plan, on_plan)
 
-    def replace(self, names: Iterable[str], on_plan: Show = ignore) -> list[Host]:
+    def replace(self, names: Iterable[str], on_plan: Show = lambda plan: None) -> list[Host]:
         """Make these hosts anew, by their names, and what else is missing; all hosts that there are then."""
         with self._changing:
             before = {host.name: host.id for host in self._nodes.hosts()}
@@ -173,18 +169,10 @@ class LeasedNodes:
 
             return self._changed(plan, on_plan)
 
-    def hosts(self) -> list[Host]:
-        """Those that Terraform's state holds, none after `end`; waits for what is being changed."""
-        with self._changing:
-            return self._seen([] if self._over else self._nodes.hosts())
-
-    def end(self, on_plan: Show = ignore, last: Callable[[], None] = lambda: None) -> None:
-        """End the nodes, see that nothing is left of them, do what comes `last`, and give the lease back. A plan is
-        shown as by `make`."""
+    def end(self, on_plan: Show = lambda plan: None) -> None:
+        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
         with self._changing:
             self._tried(lambda: self._end(on_plan))
-            self._confirm()
-            last()
             self._held.release()
             self._over = True
             self._nodes.terraform.clean()
@@ -319,7 +307,7 @@ class LeasedNodes:
 
     def _lost(self, reason: str) -> None:
         self._nodes.terraform.extend()  # to its end: nothing remains
-        self._on_lost(reason)
+        _log.error(reason)
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """What becomes of a lease that was not given back."""
@@ -347,20 +335,11 @@ def passes(error: ProvisionError | StorageError) -> bool:
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 
 
-def store_of(foundation: Mapping[str, Any], patience_s: float) -> Storage:
-    """The bucket that `control` has made."""
-    return Storage.open(f"s3://{foundation['bucket']}", patience_s=patience_s)
-
-
 def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
     """What `control` has made it in."""
     from flows.provision.aws import Aws  # boto3 is dear to import
 
     return Aws(foundation.get("region"), foundation.get("vpc_id"))
-
-
-def _owner(request: Mapping[str, Any]) -> str:
-    return str(request.get("lease", {}).get("owner", "somebody"))
 
 
 def _place(folder: Path) -> str:

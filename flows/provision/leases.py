@@ -33,8 +33,6 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.marked import Marked
 from areal_core.storage.objects import Storage
 
-__all__ = ["MARGIN_S", "Claimant", "Clock", "Held", "HeldError", "Lease", "LeaseLostError", "Leases"]
-
 By = Literal["flow", "command", "reaper"]
 Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 
@@ -100,7 +98,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def expires(self) -> str:
         """The same, for people."""
-        return datetime.fromtimestamp(self.expires_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return _utc(self.expires_at)
 
 
 class Leases:
@@ -186,9 +184,9 @@ class Leases:
             )
         died = (found.where, found.by) == (claimant.where, claimant.by)
         if found.held_until is not None and not died and now <= found.held_until + self.margin_s:
-            until = datetime.fromtimestamp(found.held_until, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             whose = "the reaper" if found.by == "reaper" else f"a {found.by} of {found.owner}"
-            return f"run {found.run}: {whose} is at its nodes, on {found.where}, until {until} if not for longer"
+            until = f"until {_utc(found.held_until)} if not for longer"
+            return f"run {found.run}: {whose} is at its nodes, on {found.where}, {until}"
         if claimant.by == "flow" and found.by == "command" and now <= found.expires_at + self.margin_s:
             return (
                 f"run {found.run}: {found.owner} keeps its nodes by hand until {found.expires}; "
@@ -342,6 +340,10 @@ class Held:
                 if wait_s == self._length_s / 3:
                     _log.warning("the lease of run %s could not be renewed: %s", self.lease.run, error)
                 wait_s = self._length_s / 12
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def name_of(run: str) -> str:

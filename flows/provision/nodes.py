@@ -6,8 +6,7 @@ What `control` has made (`make control`) is found in its state, so that a reques
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,22 +39,16 @@ class Nodes:
         request: Mapping[str, Any],
         state: Path,
         *,
-        folder: str = "provision",
-        lock_timeout_s: int | None = 30,
         busy_s: float = _BUSY_S,
-        remaining_s: Callable[[], float] = lambda: math.inf,
-        grace_s: float = 0.0,
-        stop_s: float | None = None,
-        log: Callable[[str], None] = print,
+        **options: Any,
     ) -> None:
         """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
-        `control` where it has none. `state` is the state folder of this checkout, `folder` a part of it. Whoever works
-        on the run's nodes from another machine is waited for, for `lock_timeout_s`, or, by those who change nothing,
-        not at all (None); from this machine for `busy_s`, a terraform whose parent has died included. For
-        `remaining_s`, `grace_s` and `stop_s` see Terraform."""
+        `control` where it has none. `state` is the state folder of this checkout. Whoever works
+        on the run's nodes from this machine is waited for, for `busy_s`, a terraform whose parent has died included.
+        `options` are those of Terraform."""
         self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
-        self.folder = state / folder / self.run
+        self.folder = state / "provision" / self.run
         self.folder.mkdir(parents=True, exist_ok=True)
         foundation = self.variables["foundation"]
         self.state_name = f"terraform/runs/{self.run}.tfstate"  # of Terraform's state in the bucket
@@ -66,17 +59,7 @@ class Nodes:
             busy=f"run {self.run}: another command is at its nodes on this machine",
         )
         try:
-            self.terraform = Terraform(
-                "run",
-                self.folder,
-                backend=where,
-                lock_timeout_s=lock_timeout_s,
-                remaining_s=remaining_s,
-                grace_s=grace_s,
-                stop_s=stop_s,
-                keep=(self._lock.fd,),
-                log=log,
-            )
+            self.terraform = Terraform("run", self.folder, backend=where, keep=(self._lock.fd,), **options)
         except BaseException:
             self._lock.release()
             raise
@@ -94,7 +77,9 @@ class Nodes:
 
     def plan(self, *, replace: Iterable[str] = ()) -> Plan:
         """What is to change for the nodes to be as requested; `replace` names hosts that are bad."""
-        return self.terraform.plan(self.variables, replace=[_address(name) for name in replace])
+        roles = {name: name.rpartition("-")[0] for name in replace}
+        bad = [f'module.nodes["{role}"].aws_instance.node["{name}"]' for name, role in roles.items()]
+        return self.terraform.plan(self.variables, replace=bad)
 
     def plan_end(self) -> Plan:
         """What there is to end."""
@@ -104,11 +89,6 @@ class Nodes:
         """Those that Terraform's state holds, by their names."""
         hosts = [Host(**host) for host in self.terraform.outputs().get("hosts", [])]
         return sorted(hosts, key=lambda host: (host.role, int(host.name.rpartition("-")[2])))
-
-
-def _address(name: str) -> str:
-    role = name.rpartition("-")[0]
-    return f'module.nodes["{role}"].aws_instance.node["{name}"]'
 
 
 def control_outputs(state: Path) -> dict[str, Any]:

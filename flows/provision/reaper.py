@@ -1,9 +1,9 @@
 """The reaper ends nodes that nobody has any more: those whose lease is over, and what is left of runs without a lease.
 
-It takes the lease, so that an owner who comes back learns that it is lost. It has Terraform end what the lease asks
-for, sees that nothing is left, and gives the lease back. Terraform can't without its program, a request in the lease or
-a plan. Then what the cloud holds of the run is ended by the cloud's own calls. Last comes the sweep. A lease comes
-before everything that is made under it, and is given back once nothing is left. So what has none is nobody's.
+It takes the lease, so that an owner who comes back learns that it is lost. It ends what the cloud holds of the run, by
+the cloud's own calls, sees that nothing is left, and gives the lease back. It needs no Terraform, whose next plan finds
+what is gone. Last comes the sweep. A lease comes before everything that is made under it, and is given back once
+nothing is left. So what has none is nobody's.
 
 It may be killed at any point, and several may run at once: what is not done, the next one does.
 """
@@ -13,43 +13,25 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
-
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import Storage
-from flows.provision.cloud import Cloud, Found
-from flows.provision.leased import LeasedNodes, cloud_of
-from flows.provision.leases import Claimant, Held, HeldError, Lease, LeaseLostError, Leases
+from flows.provision.cloud import NODE, Cloud
+from flows.provision.cost import Meter
+from flows.provision.leased import cloud_of
+from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
 from flows.provision.nodes import control_outputs
-from flows.provision.terraform import Plan
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
 _AT_ONCE = 4
 _STORE_S = 30.0  # of patience with the store
 _STATES = "terraform/runs"
-
-
-class _Foundation(msgspec.Struct):
-    bucket: str
-    region: str
-    vpc_id: str | None = None
-
-
-class _Request(msgspec.Struct):
-    """What must be as it should in the request of a lease for Terraform to be asked."""
-
-    run: str
-    foundation: _Foundation | msgspec.UnsetType = msgspec.UNSET
-    lease: dict[str, Any] = {}
-    prefect: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,61 +100,31 @@ class Reaper:
         if lease is None or not self._leases.is_over(lease):
             return None
         since = lease.expires if lease.expires_at else "it was put down"
-        known = Reaped(run=run, owner=lease.owner, over_since=since)
-        if unknown := _unknown(lease):
-            return self._tried(known, lambda: self._by_cloud(run, unknown))
-        return self._tried(known, lambda: self._by_terraform(lease))
+        return self._end(Reaped(run=run, owner=lease.owner, over_since=since))
 
-    def _tried(self, known: Reaped, end: Callable[[], tuple[str, str]]) -> Reaped | None:
-        """What is known of a run, and what `end` has ended; None where somebody else was faster."""
+    def _end(self, known: Reaped) -> Reaped | None:
+        """What is known of a run, and what was ended of it; None where somebody else was faster."""
+        run = known.run
         try:
-            ended, cost = end()
-            return self._told(replace(known, ended=ended, cost=cost))
+            with self._taken(run) as held:
+                cloud = self._cloud_of(_foundation(held.lease, self._foundation))
+                found = cloud.found(run)
+                meter = Meter({}, held.lease.spent)
+                meter.observe((each for each in found if each.kind == NODE), self._leases.clock.wall())
+                cloud.end(found, held.confirm)
+                if left := cloud.found(run):
+                    raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
+                held.confirm()
+                self._forget(run)
+                held.release()
         except HeldError:
             return None
         except ArealError as error:
             return self._told(replace(known, failed=str(error)))
-
-    def _by_terraform(self, lease: Lease) -> tuple[str, str]:
-        """What was ended, and what it cost all in all."""
-        assert lease.request is not None
-        cloud, plans = self._cloud_of(lease.request.get("foundation", self._foundation)), list[Plan]()
-        try:
-            with LeasedNodes(
-                lease.request,
-                self._state,
-                length_s=self._length_s,
-                by="reaper",
-                leases=self._leases,
-                cloud=cloud,
-                on_lost=self._log,
-                log=self._log,
-            ) as nodes:
-                nodes.end(plans.append, lambda: self._forget(lease.run))
-                dollars = nodes.spent().dollars()
-        except (HeldError, LeaseLostError):
-            raise
-        except ArealError as error:
-            self._log(f"run {lease.run}: ending it without Terraform: {error}")
-            return self._by_cloud(lease.run, str(error), cloud)
-        counts = Counter(change.address.split(".")[-2] for plan in plans for change in plan.changes)
-        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
-        return ended, "unknown" if dollars is None else f"${dollars:.2f}"
-
-    def _by_cloud(self, run: str, why: str, cloud: Cloud | None = None) -> tuple[str, str]:
-        """The same without Terraform."""
-        cloud = cloud or self._cloud_of(self._foundation)
-        with self._taken(run) as held:
-            found = cloud.found(run)
-            cloud.end(found, held.confirm)
-            if left := cloud.found(run):
-                raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
-            held.confirm()
-            self._forget(run)
-            held.release()
         counts = Counter(each.kind for each in found)
-        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        return (f"{ended}, without Terraform: {why}" if ended else f"nothing was left ({why})"), "-"
+        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
+        dollars = meter.dollars()
+        return self._told(replace(known, ended=ended, cost="unknown" if dollars is None else f"${dollars:.2f}"))
 
     @contextlib.contextmanager
     def _taken(self, run: str) -> Iterator[Held]:
@@ -196,34 +148,24 @@ class Reaper:
         try:
             found = self._cloud_of(self._foundation).found()
             live = set(self._leases.live())
-            known = {*self._leases.known(), *self._with_states()} if found else set()
+            states = [PurePosixPath(name) for name in self._leases.storage.list(_STATES)] if found else []
+            known = {*self._leases.known(), *(path.stem for path in states if path.suffix == ".tfstate")}
         except ArealError as error:
             yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
             return
         for run in sorted({each.run for each in found} - live):
             its = [each for each in found if each.run == run]
             is_ours = run in known or any(each.near for each in its)  # an account may have several stores
-            if is_ours and not self._is_young(its):
-                yield self._tried(Reaped(run=run, over_since="no lease"), partial(self._by_cloud, run, "no lease"))
-
-    def _with_states(self) -> list[str]:
-        names = self._leases.storage.list(_STATES)
-        return [PurePosixPath(name).name.removesuffix(".tfstate") for name in names if name.endswith(".tfstate")]
-
-    def _is_young(self, its: Iterable[Found]) -> bool:
-        now = self._leases.clock.wall()
-        return any(each.since is not None and now - each.since < self._young_s for each in its)
+            youngest = max((each.since for each in its if each.since is not None), default=0.0)
+            if is_ours and self._leases.clock.wall() - youngest >= self._young_s:
+                yield self._end(Reaped(run=run, over_since="no lease"))
 
     def _told(self, reaped: Reaped) -> Reaped:
         self._log(str(reaped))
         return reaped
 
 
-def _unknown(lease: Lease) -> str | None:
-    """Why nobody knows what to ask Terraform for; None: it is known."""
-    if lease.request is None:
-        return "no request"
-    try:
-        return None if msgspec.convert(lease.request, _Request).run == lease.run else "the request of another run"
-    except msgspec.ValidationError as error:
-        return f"no request that can be read: {error}"
+def _foundation(lease: Lease, default: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the nodes of a lease are, as far as it says so."""
+    said = (lease.request or {}).get("foundation")
+    return said if isinstance(said, dict) and isinstance(said.get("region"), str) else default

@@ -19,11 +19,6 @@ ROLES = ("generation", "trainer")
 _TRACKING = "MLFLOW_TRACKING_URI"
 
 
-def owner(config: RunConfig) -> str:
-    """Whose the nodes are."""
-    return config.provision.owner or f"{getpass.getuser()}@{socket.gethostname()}"
-
-
 def by_role(config: RunConfig) -> dict[str, NodesConfig]:
     """The nodes of every role that has some."""
     each = zip(ROLES, (config.provision.generation, config.provision.trainer), strict=True)
@@ -44,7 +39,7 @@ def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: d
             for role, nodes in asked.items()
         },
         "lease": {
-            "owner": owner(config),
+            "owner": its.owner or f"{getpass.getuser()}@{socket.gethostname()}",
             "expires_at": (now + timedelta(hours=its.hours)).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         },
         "prefect": {"api_url": its.prefect_api_url or _api_url(control), "work_pool": its.work_pool},

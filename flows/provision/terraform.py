@@ -117,8 +117,7 @@ class Terraform:
         with contextlib.suppress(FileNotFoundError):
             (self._root / _UNSTORED).replace(self._folder / _UNSTORED)
         shutil.rmtree(self._folder / "copy", ignore_errors=True)
-        for old in self._folder.glob(f"{_PLAN}*"):
-            old.unlink()
+        self._remove_plans()
         shutil.copytree(INFRA, self._folder / "copy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         plugins = [f"-plugin-dir={os.environ[PLUGINS]}"] if PLUGINS in os.environ else []
         backend = [f"-backend-config={name}={value}" for name, value in self._backend.items()]
@@ -128,6 +127,9 @@ class Terraform:
         """Leave nothing in the folder that `init` makes, programs of providers above all."""
         for made in ("copy", "data"):
             shutil.rmtree(self._folder / made, ignore_errors=True)
+        self._remove_plans()
+
+    def _remove_plans(self) -> None:
         for plan in self._folder.glob(f"{_PLAN}*"):
             plan.unlink()
 

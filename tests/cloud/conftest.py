@@ -111,7 +111,7 @@ def plane(
 
 
 @pytest.fixture(scope="session")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+def prefect(cloud: EmulatedCloud, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
     """A server that takes nobody without the secret, and a pool with a queue for the nodes that generate."""
     folder, port = tmp_path_factory.mktemp("prefect"), free_port()
     settings = {
@@ -121,15 +121,15 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectCli
         "DO_NOT_TRACK": "1",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "flows.prefect_server", "--host", cloud.address, "--port", str(port)]
     log = folder / "server.log"
     with (
         log.open("wb") as output,
         subprocess.Popen(command, env=kept | settings, stdout=output, stderr=output) as server,
     ):
         try:
-            until(lambda: responds(f"http://127.0.0.1:{port}/api/health"), f"Prefect's server; its log: {log}")
-            with SyncPrefectClient(f"http://127.0.0.1:{port}/api", auth_string=SECRET) as client:
+            until(lambda: responds(f"http://{cloud.address}:{port}/api/health"), f"Prefect's server; its log: {log}")
+            with SyncPrefectClient(f"http://{cloud.address}:{port}/api", auth_string=SECRET) as client:
                 client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
                 client.request("POST", f"/work_pools/{POOL}/queues", json={"name": f"{RUN}-generation"})
                 yield client

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
 from areal_core.errors import ProvisionError
-from flows import nodes_command
 from flows.provision.nodes import Nodes
 from flows.provision.terraform import Change, Plan
 from tests.support.cloud import BUCKET, RUN, SECRET, STATE, Cloud, tags_of
@@ -102,23 +98,6 @@ def test_what_is_wrong_is_said_in_a_line(nodes: Nodes) -> None:
             nodes.plan()
     finally:
         nodes.variables["nodes"] = asked
-
-
-def test_another_command_of_this_machine_is_refused(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "nodes.yaml"
-    file.write_text(yaml.safe_dump(nodes.variables))
-    monkeypatch.setattr(nodes_command, "STATE", nodes.folder.parents[1])
-    monkeypatch.setattr(sys, "argv", ["nodes", "hosts", str(file)])
-    assert nodes_command.main() == 1
-    assert "another command is at its nodes on this machine" in capsys.readouterr().err
-
-
-def test_what_is_stored_is_versioned_and_encrypted(nodes: Nodes, cloud: Cloud) -> None:
-    store = cloud.client("s3")
-    assert store.get_bucket_versioning(Bucket=BUCKET)["Status"] == "Enabled"
-    assert store.head_object(Bucket=BUCKET, Key=STATE)["ServerSideEncryption"] == "AES256"
 
 
 def test_secrets_are_neither_in_the_state_nor_in_what_nodes_are_told(nodes: Nodes, cloud: Cloud) -> None:

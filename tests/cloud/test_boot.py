@@ -1,115 +1,73 @@
-"""Machines boot: what terraform has given them to run is run on this one. A node's worker comes to a real server."""
+"""Machines boot: a node runs what terraform has given it, and its worker comes to a real server."""
 
 from __future__ import annotations
 
 import base64
 import os
-import signal
+import re
 import subprocess
-import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import Worker
 
 from flows.control import Control
 from flows.provision.nodes import Nodes
 from flows.stack import ROOT
-from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud
-from tests.support.terraform import CREDENTIALS, Root
+from tests.emulated_cloud import EmulatedCloud
+from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud, tags_of
+from tests.support.mlflow_server import until
+from tests.support.terraform import Root
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow]
-
-_TIMEOUT_S = 240.0
-
-
-class Node:
-    """A context: the processes of one machine that boots."""
-
-    def __init__(self, user_data: str, cloud: Cloud, folder: Path) -> None:
-        (folder / "bin").mkdir()
-        shutdown = folder / "bin" / "shutdown"
-        shutdown.write_text(f'#!/bin/sh\necho "$@" > {folder}/shutdown\n')
-        shutdown.chmod(0o755)
-        # This machine is not a node: it has a folder of its own, and no unit is asked of its systemd.
-        text = user_data
-        for place in ("/etc/areal", "/var/lib/cloud", "/run/systemd/system"):
-            text = text.replace(place, f"{folder}{place}")
-        (folder / "user-data").write_text(text)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AWS_"))}
-        settings = CREDENTIALS | {"AWS_ENDPOINT_URL": cloud.endpoint, "PREFECT_HOME": str(folder / "prefect")}
-        settings["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
-        self.folder = folder
-        self._log = (folder / "log").open("w+")
-        self._process = subprocess.Popen(
-            ["bash", str(folder / "user-data")],
-            env=kept | settings,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_TIMEOUT_S)
-        self._log.close()
-
-    def ended(self) -> int:
-        return self._process.wait(_TIMEOUT_S)
-
-    def output(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def environment(self) -> dict[str, str]:
-        pairs = Path(f"/proc/{self._process.pid}/environ").read_bytes().decode().split("\0")
-        return dict(pair.split("=", 1) for pair in pairs if pair)
-
-    def worker(self, prefect: SyncPrefectClient) -> Worker:
-        deadline = time.monotonic() + _TIMEOUT_S
-        while not (workers := prefect.request("POST", f"/work_pools/{POOL}/workers/filter", json={}).json()):
-            assert self._process.poll() is None, self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.2)
-        (worker,) = workers
-        return Worker.model_validate(worker)
+pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
 
-def test_its_worker_comes_and_its_end_is_set(
-    nodes: Nodes, cloud: Cloud, prefect: SyncPrefectClient, tmp_path: Path
-) -> None:
-    with Node(cloud.user_data("generation"), cloud, tmp_path) as node:
-        worker = node.worker(prefect)
-        assert worker.name.startswith(f"{RUN}-generation-")
-        assert worker.status == "ONLINE"
-        assert node.environment()["PREFECT_API_AUTH_STRING"] == SECRET
-    power_off, after, *_ = (tmp_path / "shutdown").read_text().split()
-    assert power_off == "-P"
+@pytest.fixture(autouse=True)
+def _machines_boot(cloud: EmulatedCloud) -> Iterator[None]:
+    cloud.clear()
+    yield
+    cloud.boot_never(None)
+
+
+def booted(cloud: EmulatedCloud, old: str = "", new: str = "") -> str:
+    """An instance that boots with what a node that generates is given, with one word for another."""
+    (instance,) = cloud.boot(cloud.user_data("generation").replace(old, new))
+    return instance["InstanceId"]
+
+
+def test_its_worker_comes_and_its_end_is_set(nodes: Nodes, cloud: EmulatedCloud, prefect: SyncPrefectClient) -> None:
+    instance = booted(cloud)
+
+    def workers() -> list[str]:
+        path: Any = f"/work_pools/{POOL}/workers/filter"
+        return [worker["name"] for worker in prefect.request("POST", path, json={}).json()]
+
+    until(lambda: workers() == [f"{RUN}-generation-{instance}"], "the worker of the node")
+    said = cloud.machine_log(instance)
+    minutes = re.search(r"powers off in (\d+) minutes", said)
+    assert minutes is not None
     expires = datetime.fromisoformat(nodes.variables["lease"]["expires_at"])
-    assert int(after) == pytest.approx((expires - datetime.now(UTC)).total_seconds() / 60, abs=5)
-    assert SECRET not in node.output()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET in path.read_text(errors="replace")]
+    assert int(minutes[1]) == pytest.approx((expires - datetime.now(UTC)).total_seconds() / 60, abs=5)
+    assert SECRET not in said
 
 
-def test_a_secret_that_there_is_not(nodes: Nodes, cloud: Cloud, tmp_path: Path) -> None:
-    told = cloud.user_data("generation").replace(PARAMETER, "/areal/another")
-    with Node(told, cloud, tmp_path) as node:
-        assert node.ended() == 2
-        assert "areal: error: secrets: there is no parameter /areal/another in us-east-1" in node.output()
-    assert (tmp_path / "shutdown").exists()  # it ends all the same
-
-
-def test_an_image_without_the_environment(nodes: Nodes, cloud: Cloud, tmp_path: Path) -> None:
-    told = cloud.user_data("generation").replace(f"{os.getcwd()}/.venv", f"{tmp_path}/none/.venv")
-    with Node(told, cloud, tmp_path) as node:
-        assert node.ended() == 1
-        assert "The image has no environment, and software.install is empty." in node.output()
+@pytest.mark.parametrize(
+    ("replaced", "line"),
+    [
+        ((PARAMETER, "/areal/another"), "areal: error: secrets: there is no parameter /areal/another in us-east-1"),
+        ((f"{ROOT}/.venv", "/none/.venv"), "The image has no environment, and software.install is empty."),
+    ],
+)
+def test_what_a_node_lacks_is_in_its_log(
+    nodes: Nodes, cloud: EmulatedCloud, replaced: tuple[str, str], line: str
+) -> None:
+    instance = booted(cloud, *replaced)
+    until(lambda: line in cloud.machine_log(instance), "what the node says")
+    assert "powers off in" in cloud.machine_log(instance)  # it ends all the same
 
 
 def test_what_the_control_plane_s_machine_runs(control: Root, cloud: Cloud, tmp_path: Path) -> None:
@@ -118,7 +76,7 @@ def test_what_the_control_plane_s_machine_runs(control: Root, cloud: Cloud, tmp_
         instance
         for reservation in cloud.client("ec2").describe_instances()["Reservations"]
         for instance in reservation["Instances"]
-        if {"Key": "Name", "Value": "areal-control"} in instance["Tags"]
+        if tags_of(instance).get("Name") == "areal-control"
     )
     attribute = cloud.client("ec2").describe_instance_attribute(InstanceId=instance["InstanceId"], Attribute="userData")
     text = base64.b64decode(attribute["UserData"]["Value"]).decode()

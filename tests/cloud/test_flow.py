@@ -91,7 +91,7 @@ def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     nodes, other_nodes = cloud.instances(run_id), cloud.instances(other)
     plane.until("the run trains", lambda: plane.step(flow_run) >= 2, flow_run)
     token = cloud.run_in(node_of(begun["trainer-0"]), "cat", f"{ROOT}/.areal/runs/{run_id}/token").strip()
-    user_data = [cloud.user_data_of(run_id, role) for role in ("generation", "trainer")]
+    user_data = [cloud.user_data(role, run_id) for role in ("generation", "trainer")]
     reclaimed = node_of(begun["generation-1"])
     cloud.reclaim(reclaimed, 120.0)
     plane.until("another node is there", lambda: "checked" in another_one(plane, run_id, "generation-1"), flow_run)

@@ -3,9 +3,8 @@
 `cloud.EmulatedCloud` is what tests use; `python -m tests.emulated_cloud` starts one by hand (`make cloud`).
 
 - `daemon` is a process of its own, which holds everything together; it listens to `EmulatedCloud` by `control`
-- `proxy` stands before moto: faults (`faults`) of its calls (`calls`), and what AWS does and moto doesn't
-- `machines` makes a machine of every running instance; `init` is the first process in it
-- `metadata` is the service that tells a machine what it is
+- `proxy` stands before moto: faults of its calls, and what AWS does and moto doesn't
+- `machines` makes a machine of every running instance, and tells it what it is; `init` is the first process in it
 """
 
 from tests.emulated_cloud.cloud import EmulatedCloud, Start, missing

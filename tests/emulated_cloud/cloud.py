@@ -10,10 +10,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ import psutil
 from flows.stack import ROOT
 from tests.emulated_cloud import init
 from tests.emulated_cloud.daemon import ADDRESS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
-from tests.emulated_cloud.faults import Fault, Kind
+from tests.emulated_cloud.proxy import Fault, Kind
 from tests.support import namespaces
-from tests.support.cloud import RUN, Cloud
+from tests.support.cloud import Cloud
+from tests.support.mlflow_server import until
 from tests.support.terraform import CREDENTIALS
 
 _numbers = itertools.count()
@@ -60,12 +60,10 @@ class Start:
     """One time that a machine ran."""
 
     instance: str
-    node: str | None  # what the tags areal:node and areal:run say
-    run: str | None
-    address: str
+    run: str | None  # what the tag areal:run says
     started_at: float  # seconds since 1970
-    ended_at: float | None
-    why: str | None  # terminated, powered off, reclaimed, crashed, the cloud ends
+    ended_at: float | None = None
+    why: str | None = None  # terminated, powered off, reclaimed, crashed, the cloud ends
 
 
 class EmulatedCloud(Cloud):
@@ -80,20 +78,17 @@ class EmulatedCloud(Cloud):
             cloud.client("ec2").run_instances(...)
 
     `inside` moves the calling thread, and whatever that starts; contexts may be nested. Child processes find the API by
-    `environment`. Methods of this class work inside and outside, but for `client`, whose result is to be used inside.
-    What has been started there and still runs at the end of the cloud is killed.
+    `environment`. What asks the API is to be called inside; the rest works outside as well. What has been started there
+    and still runs at the end of the cloud is killed.
 
     **Machines** share no file that anybody writes: each sees this host's root file system with a layer of its own above
     it, and fresh /tmp, /var/tmp, /run, home and .areal of the checkout. They have their own processes and host name
     (ip-10-64-0-4). User data is run at first boot, as root, with the environment of `init.ENVIRONMENT` and nothing of
     the caller's; there is no systemd. boto3 finds the API by the configuration in ~, and credentials by the metadata
-    service, which wants a token, and has tags where `MetadataOptions.InstanceMetadataTags` is enabled. `shutdown -P +N`
-    powers a machine off after N times `minute_s`; the instance is then terminated, or stopped if it was started so. A
-    machine whose instance was terminated gets SIGTERM, and SIGKILL `power_off_s` later. One whose first process crashes
-    is down, while its instance goes on running.
+    service, which wants a token. `shutdown -P +N` powers a machine off after N minutes; the instance is then
+    terminated. A machine whose instance was terminated gets SIGTERM, and SIGKILL `power_off_s` later.
 
-    **The API** is moto's, and what a launch template says is put into RunInstances, which moto leaves out for
-    interfaces, profile, metadata options, behaviour at shutdown, zone and market. ClientToken is heeded.
+    **The API** is moto's, with what `proxy` adds.
 
     Files in `folder`: logs/INSTANCE.log, starts.jsonl, moto.log, daemon.log, and the socket `control` that
     takes what is asked for here, for curl.
@@ -101,14 +96,13 @@ class EmulatedCloud(Cloud):
 
     address = ADDRESS  # of the control host
 
-    def __init__(self, folder: Path, *, minute_s: float = 60.0, power_off_s: float = 2.0) -> None:
-        """`folder` is there. `minute_s` is how many seconds `shutdown` takes for a minute."""
+    def __init__(self, folder: Path, *, power_off_s: float = 2.0) -> None:
+        """`folder` is there."""
         super().__init__(f"http://{ADDRESS}:{PORT}")
         self.folder = folder
         self._own = f"{namespaces.PREFIX}-{os.getpid()}-cloud{next(_numbers)}"
-        self._options = Options(own=self._own, folder=str(folder), minute_s=minute_s, power_off_s=power_off_s)
+        self._options = Options(own=self._own, folder=str(folder), power_off_s=power_off_s)
         self._daemon: subprocess.Popen[bytes] | None = None
-        self._image: str | None = None
 
     def __enter__(self) -> EmulatedCloud:
         """The thread that enters has to be there as long as the cloud: the daemon ends with it."""
@@ -118,7 +112,7 @@ class EmulatedCloud(Cloud):
                 command,
                 cwd=ROOT,
                 env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
@@ -139,11 +133,6 @@ class EmulatedCloud(Cloud):
             except subprocess.TimeoutExpired:
                 daemon.kill()
         namespaces.end(self._own)  # if it was killed
-
-    @property
-    def daemon_pid(self) -> int:
-        assert self._daemon is not None
-        return self._daemon.pid
 
     @property
     def control_host(self) -> str:
@@ -191,48 +180,22 @@ class EmulatedCloud(Cloud):
 
     # What there is.
 
-    def instances(self, run: str | None = None) -> dict[str, dict[str, Any]]:
-        """Those of a run that cost, by the names of the nodes; of all runs by their ids."""
-        with self.inside():
-            if run is not None:
-                return super().instances(run)
-            states = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
-            found = self.client("ec2").describe_instances(Filters=states)["Reservations"]
-            return {instance["InstanceId"]: instance for one in found for instance in one["Instances"]}
-
-    def user_data_of(self, run: str, role: str) -> str:
-        """What the nodes of a run's role run when they boot."""
-        with self.inside():
-            return self.user_data(role, run)
-
-    def left(self, run: str = RUN) -> dict[str, list[str]]:
-        with self.inside():
-            return super().left(run)
-
-    def image(self) -> str:
-        """One that can be booted; the list of all takes moto a second."""
-        if self._image is None:
-            with self.inside():
-                self._image = super().image()
-        return self._image
-
     @property
     def starts(self) -> list[Start]:
         """Every machine that has run, in the order of their starts."""
-        begun: list[dict[str, Any]] = []
+        begun: list[Start] = []
         for line in (self.folder / STARTS).read_text().splitlines():
             event = json.loads(line)
             if event["event"] == "start":
-                begun.append({"started_at": event["at"], "ended_at": None, "why": None} | event)
+                begun.append(Start(event["instance"], event["run"], event["at"]))
             else:
-                last = next(each for each in reversed(begun) if each["instance"] == event["instance"])
-                last |= {"ended_at": event["at"], "why": event["why"]}
-        names = Start.__dataclass_fields__
-        return [Start(**{name: each[name] for name in names}) for each in begun]
+                place = next(place for place, each in enumerate(begun) if each.instance == event["instance"])
+                begun[place] = replace(begun[place], ended_at=event["at"], why=event["why"])
+        return begun
 
-    def running(self) -> list[str]:
-        """The instances whose machines run."""
-        return [instance for instance, machine in self._ask("machines").items() if machine["pid"] is not None]
+    def running(self) -> dict[str, int]:
+        """The instances whose machines run, and the first process of each, as this host numbers it."""
+        return self._ask("machines")
 
     def machine_log(self, instance: str) -> str:
         """What its user data has said, and its first process."""
@@ -240,33 +203,36 @@ class EmulatedCloud(Cloud):
         return file.read_text(errors="replace") if file.exists() else ""
 
     def machine_pids(self, instance: str) -> list[int]:
-        """The processes of a machine but its first one, as this host numbers them; none of one that is not running."""
-        pid = self._pid(instance)
-        try:
-            return [each.pid for each in psutil.Process(pid).children(recursive=True)] if pid is not None else []
-        except psutil.NoSuchProcess:
-            return []
+        """The processes of a machine but its first one, as this host numbers them."""
+        return [each.pid for each in psutil.Process(self.running()[instance]).children(recursive=True)]
 
     def run_in(self, instance: str, *argv: object, timeout_s: float = 60.0) -> str:
         """The output of a command on a machine. AssertionError with all that it said if it fails."""
-        pid = self._pid(instance)
-        assert pid is not None, f"no machine {instance} runs"
-        command = ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", *map(str, argv)]
+        command = [
+            "nsenter",
+            "--target",
+            str(self.running()[instance]),
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--net",
+            "--pid",
+            *map(str, argv),
+        ]
         done = subprocess.run(
             command, env=init.ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"{argv} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def wait_for_machine(self, instance: str, timeout_s: float = 60.0) -> None:
-        """Until it runs, or has run; an instance is said to run before its machine does."""
-        deadline = time.monotonic() + timeout_s
-        while all(start.instance != instance for start in self.starts):
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for the machine of {instance}"
-            time.sleep(0.05)
-
-    def _pid(self, instance: str) -> int | None:
-        return self._ask("machines").get(instance, {}).get("pid")
+    def boot(self, user_data: str, count: int = 1) -> list[dict[str, Any]]:
+        """New instances, once their machines run, or have run. To be called inside."""
+        ran = self.client("ec2").run_instances(
+            ImageId=self.image(), InstanceType="m7i.2xlarge", MinCount=count, MaxCount=count, UserData=user_data
+        )
+        made = {each["InstanceId"] for each in ran["Instances"]}
+        until(lambda: made <= {start.instance for start in self.starts}, "machines")  # one may have ended by now
+        return ran["Instances"]
 
     def _ask(self, what: str, **arguments: object) -> Any:
         connection = _UnixConnection(self.folder / CONTROL)

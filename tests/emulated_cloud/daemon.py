@@ -13,10 +13,9 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ from aiohttp import web
 from botocore.exceptions import ClientError
 
 from areal_core.launch.process import die_with_parent
-from tests.emulated_cloud.calls import TERMINATED
-from tests.emulated_cloud.faults import Fault
 from tests.emulated_cloud.machines import PREFIX, Machine, Site, reach_all
-from tests.emulated_cloud.proxy import Proxy
+from tests.emulated_cloud.proxy import TERMINATED, Fault, Proxy
 from tests.support import namespaces
 from tests.support.cloud import Cloud, emulated, tags_of
 from tests.support.namespaces import Switch
@@ -42,12 +39,7 @@ _LOOK_S = 1.0  # between two looks at moto's instances, where no call may have c
 class Options(msgspec.Struct, forbid_unknown_fields=True):
     own: str  # how the names of its namespaces begin
     folder: str
-    minute_s: float
     power_off_s: float
-
-
-class _RefusedError(Exception):
-    """What is asked for can't be; carries the reason."""
 
 
 class Daemon:
@@ -58,12 +50,10 @@ class Daemon:
             folder=self._folder,
             switch=switch,
             endpoint=f"http://{ADDRESS}:{PORT}",
-            minute_s=options.minute_s,
             power_off_s=options.power_off_s,
         )
-        self._ec2, self._iam = moto.client("ec2"), moto.client("iam")
+        self._ec2 = moto.client("ec2")
         self._machines: dict[str, Machine] = {}
-        self._started = 0
         self._never: int | None = 0  # machines that run nothing: the next ones; None: all
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
@@ -79,7 +69,6 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
-        loop.add_reader(sys.stdin, self._heard)
         await self._proxy.serve(socket.create_server((ADDRESS, PORT), backlog=128))
         control = web.Server(self._handle, access_log=None)
         listening = await loop.create_unix_server(control, sock=_unix_socket(self._folder / CONTROL))
@@ -90,11 +79,6 @@ class Daemon:
         finally:
             listening.close()
             await self._close()
-
-    def _heard(self) -> None:
-        """Nothing is ever written there: the parent has gone."""
-        if not os.read(sys.stdin.fileno(), 1):
-            self._stop.set()
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -115,18 +99,13 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), _LOOK_S)
             self._look.clear()
-            stopped = {instance for instance, machine in self._machines.items() if machine.stopped and machine.gone}
             running = await asyncio.to_thread(self._running)
             for instance, described in running.items():
-                if instance in self._machines and instance not in stopped:
-                    self._machines[instance].tell(described)
-                else:  # new, or started again since its machine powered off
+                if instance not in self._machines:
                     self._add(described)
-            for instance, machine in list(self._machines.items()):
-                if instance not in running:
+            for instance, machine in self._machines.items():
+                if instance not in running and machine.why is None:
                     machine.end("terminated", at_once=False)
-                    if machine.gone:
-                        del self._machines[instance]
 
     def _running(self) -> dict[str, Mapping[str, Any]]:
         filters = [{"Name": "instance-state-name", "Values": ["running"]}]
@@ -135,8 +114,7 @@ class Daemon:
         return {instance["InstanceId"]: instance for instance in found}
 
     def _add(self, described: Mapping[str, Any]) -> None:
-        self._started += 1
-        machine = Machine(self._site, self._started, described, self._has_ended)
+        machine = Machine(self._site, len(self._machines), described, self._has_ended)
         self._machines[machine.instance] = machine
         self._spawn(self._boot(machine, never=self._next_never()))
 
@@ -147,10 +125,10 @@ class Daemon:
         return self._never is None
 
     async def _boot(self, machine: Machine, *, never: bool) -> None:
-        user_data, role = await asyncio.to_thread(self._given, machine.described)
+        user_data = None if never else await asyncio.to_thread(self._user_data, machine.instance)
         if machine.why is None:
             try:
-                await machine.start(None if never else user_data, role)
+                await machine.start(user_data)
                 self._begins(machine)
             except BaseException:
                 machine.end("crashed", at_once=True)
@@ -158,25 +136,16 @@ class Daemon:
         if machine.over:
             await machine.unplug()
 
-    def _given(self, described: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """Its user data, and the role of its profile."""
-        found = self._ec2.describe_instance_attribute(InstanceId=described["InstanceId"], Attribute="userData")
+    def _user_data(self, instance: str) -> str | None:
+        found = self._ec2.describe_instance_attribute(InstanceId=instance, Attribute="userData")
         coded = found["UserData"].get("Value")
-        profile = described.get("IamInstanceProfile")
-        return base64.b64decode(coded).decode() if coded else None, self._role(profile["Arn"]) if profile else None
-
-    def _role(self, profile: str) -> str | None:
-        try:
-            found = self._iam.get_instance_profile(InstanceProfileName=profile.rpartition("/")[2])
-        except self._iam.exceptions.NoSuchEntityException:  # ended with the instance, while that boots
-            return None
-        return next((role["RoleName"] for role in found["InstanceProfile"]["Roles"]), None)
+        return base64.b64decode(coded).decode() if coded else None
 
     def _begins(self, machine: Machine) -> None:
         """Written once, before its end, whichever is noticed first."""
         if not machine.noted:
             machine.noted = True
-            self._write("start", machine, address=machine.address)
+            self._write("start", machine)
 
     def _has_ended(self, machine: Machine) -> None:
         self._begins(machine)
@@ -184,17 +153,7 @@ class Daemon:
         self._look.set()
         self._spawn(machine.unplug())
         if machine.why == "powered off":
-            self._spawn(asyncio.to_thread(self._powered_off, machine))
-
-    def _powered_off(self, machine: Machine) -> None:
-        """From inside: what becomes of the instance is as it was started with."""
-        name, instance = "instanceInitiatedShutdownBehavior", machine.instance
-        found = self._ec2.describe_instance_attribute(InstanceId=instance, Attribute=name)
-        if found["InstanceInitiatedShutdownBehavior"].get("Value") == "terminate":
-            self._terminate(instance)
-        else:
-            self._ec2.stop_instances(InstanceIds=[instance])
-        machine.stopped = True
+            self._spawn(asyncio.to_thread(self._terminate, machine.instance))
 
     def _terminate(self, instance: str) -> None:
         try:
@@ -204,9 +163,9 @@ class Daemon:
                 raise
 
     def _write(self, event: str, machine: Machine, **what: object) -> None:
-        tags = tags_of(machine.described)
-        line = {"event": event, "at": time.time(), "instance": machine.instance, "node": tags.get("areal:node")}
-        self._starts.write(json.dumps({**line, "run": tags.get("areal:run"), **what}) + "\n")
+        run = tags_of(machine.described).get("areal:run")
+        line = {"event": event, "at": time.time(), "instance": machine.instance, "run": run, **what}
+        self._starts.write(json.dumps(line) + "\n")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -223,50 +182,31 @@ class Daemon:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         asked: dict[str, Callable[..., Any]] = {
-            "fault": lambda **fault: self._proxy.faults.pending.append(msgspec.convert(fault, Fault)),
-            "faults": lambda: msgspec.to_builtins(self._proxy.faults.pending),
+            "fault": lambda **fault: self._proxy.faults.append(msgspec.convert(fault, Fault)),
+            "faults": lambda: msgspec.to_builtins(self._proxy.faults),
             "clear": self._clear,
             "boot_never": self._boot_never,
             "machines": self._tell,
             "reclaim": self._reclaim,
         }
-        name = request.path.lstrip("/")
         try:
-            if name not in asked:
-                raise _RefusedError(f"{name!r} is none of {', '.join(asked)}")
-            body = await request.read()
-            result = asked[name](**(json.loads(body) if body else {}))
-            return web.json_response(await result if isinstance(result, Awaitable) else result)
-        except (_RefusedError, TypeError, ValueError) as error:
-            return web.json_response(str(error), status=400)
+            return web.json_response(asked[request.path.lstrip("/")](**await request.json()))
+        except (KeyError, TypeError, ValueError) as error:
+            return web.json_response(repr(error), status=400)
 
-    def _machine(self, instance: str) -> Machine:
-        machine = self._machines.get(instance)
-        if machine is None or machine.pid is None:
-            raise _RefusedError(f"no machine {instance} runs")
-        return machine
-
-    def _tell(self) -> dict[str, dict[str, Any]]:
-        return {
-            instance: {
-                "pid": machine.pid,
-                "address": machine.address,
-                "node": tags_of(machine.described).get("areal:node"),
-            }
-            for instance, machine in self._machines.items()
-        }
+    def _tell(self) -> dict[str, int]:
+        return {instance: pid for instance, machine in self._machines.items() if (pid := machine.pid) is not None}
 
     def _clear(self) -> None:
-        self._proxy.faults.pending.clear()
+        self._proxy.faults.clear()
         self._never = 0
 
     def _boot_never(self, count: int | None) -> None:
         self._never = count
 
     def _reclaim(self, instance: str, notice_s: float) -> None:
-        machine = self._machine(instance)
-        assert machine.metadata is not None
-        machine.metadata.reclaimed_at = time.time() + notice_s
+        machine = self._machines[instance]
+        machine.reclaimed_at = time.time() + notice_s
         self._spawn(self._reclaimed(machine, notice_s))
 
     async def _reclaimed(self, machine: Machine, notice_s: float) -> None:

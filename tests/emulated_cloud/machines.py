@@ -6,21 +6,28 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from flows.stack import ROOT
-from tests.emulated_cloud import init, metadata
+from tests.emulated_cloud import init
 from tests.support import namespaces
 from tests.support.namespaces import Switch
 
 PREFIX = 16
+_METADATA = "169.254.169.254"
+_TOKEN = "emulated-token"
+_ROLE = "node"  # whose credentials every machine has
+_CREDENTIALS_S = 6 * 3600.0
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # instances outside of the control host's network
 _KILL_AFTER_S = 3.0  # beyond what the first process takes to power off in order
 
@@ -33,7 +40,6 @@ class Site:
     folder: Path
     switch: Switch
     endpoint: str
-    minute_s: float
     power_off_s: float
 
 
@@ -48,18 +54,15 @@ class Machine:
         """`described`: by DescribeInstances; `ended` is called when it has ended."""
         self.instance: str = described["InstanceId"]
         self.address: str = described["PrivateIpAddress"]
-        self.metadata: metadata.Metadata | None = None
         self.described = described
+        self.reclaimed_at: float | None = None  # once there is a notice
         self.why: str | None = None  # it ends or has ended
         self.noted = False  # that it has started
-        self.stopped = False  # its instance was stopped after it had powered off
         self._site, self._port, self._ended = site, str(number), ended
-        self._up = asyncio.Event()
+        self._up, self._down = asyncio.Event(), asyncio.Event()
         self._namespace = f"{site.own}-{self.instance}"
         self._servers: tuple[asyncio.Server, web.Server] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._plugged_in = False
-        self._down = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
@@ -68,36 +71,23 @@ class Machine:
         return self._process.pid if self._process is not None and runs else None
 
     @property
-    def log(self) -> Path:
-        """What its user data says."""
-        return self._site.folder / "logs" / f"{self.instance}.log"
-
-    @property
     def over(self) -> bool:
         """Nothing of it runs, and nothing will."""
         return self.why is not None and (self._process is None or self._down.is_set())
 
-    @property
-    def gone(self) -> bool:
-        """It is over, and has nothing of this host: its instance may be started again."""
-        return self.over and not self._plugged_in
-
-    async def start(self, user_data: str | None, role: str | None) -> None:
-        """Power it on. `role`: of its instance's profile."""
-        self._plugged_in = True
+    async def start(self, user_data: str | None) -> None:
+        """Power it on; returns once it is up, or down."""
         self._site.switch.plug_in(self._namespace, self._port, self.address, PREFIX)
         reach_all(self._namespace)
-        namespaces.ip("-n", self._namespace, "address", "add", f"{metadata.ADDRESS}/32", "dev", "lo")
+        namespaces.ip("-n", self._namespace, "address", "add", f"{_METADATA}/32", "dev", "lo")
         with namespaces.entered(self._namespace):
-            listening = metadata.listen()
-        self.metadata = metadata.Metadata(self.described, role)
-        server = self.metadata.serve()
+            listening = socket.create_server((_METADATA, 80))
+        server = web.Server(self._answer, access_log=None)
         self._servers = await asyncio.get_running_loop().create_server(server, sock=listening), server
         if self.why is None:  # it was not ended meanwhile
             await self._boot(user_data)
 
     async def _boot(self, user_data: str | None) -> None:
-        """Returns once it is up, or down."""
         up, told_up = os.pipe()
         process = self._process = self._first_process(told_up)
         os.close(told_up)
@@ -110,13 +100,12 @@ class Machine:
         made = init.Machine(
             namespace=self._namespace,
             address=self.address,
-            hostname=metadata.host_name(self.address),
+            hostname="ip-" + self.address.replace(".", "-"),
             folder=str(folder),
             kept=_kept(),
             hidden=[str(self._site.folder), str(ROOT / ".areal")],
             endpoint=self._site.endpoint,
             user_data=user_data,
-            minute_s=self._site.minute_s,
             power_off_s=self._site.power_off_s,
             up=told_up,
         )
@@ -127,12 +116,13 @@ class Machine:
 
     def _first_process(self, told_up: int) -> subprocess.Popen[bytes]:
         """Of a PID namespace. It waits to be told what to make."""
-        self.log.parent.mkdir(exist_ok=True)
-        with self.log.open("ab") as log, namespaces.new_pids():
+        path = self._site.folder / "logs" / f"{self.instance}.log"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as log, namespaces.new_pids():
             return subprocess.Popen(
                 [sys.executable, "-S", "-P", init.__file__],
                 cwd=ROOT,
-                env={"PYTHONPATH": str(ROOT)},
+                env={"PYTHONPATH": str(ROOT), "PATH": init.ENVIRONMENT["PATH"]},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -156,6 +146,28 @@ class Machine:
         self._down.set()
         self._ended(self)
 
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        """The metadata service, version 2: what is asked without a token is refused."""
+        if request.method == "PUT":
+            return web.Response(text=_TOKEN)
+        if request.headers.get("X-aws-ec2-metadata-token") != _TOKEN:
+            return web.Response(status=401)
+        known = {"instance-id": self.instance, "iam/security-credentials/": _ROLE}
+        known[f"iam/security-credentials/{_ROLE}"] = json.dumps(
+            {
+                "Code": "Success",
+                "AccessKeyId": "ASIAEMULATED" + self.instance[-8:].upper(),
+                "SecretAccessKey": "emulated",
+                "Token": "emulated",
+                "Expiration": _utc(time.time() + _CREDENTIALS_S),
+            }
+        )
+        if self.reclaimed_at is not None:
+            notice = {"action": "terminate", "time": _utc(self.reclaimed_at)}
+            known["spot/instance-action"] = json.dumps(notice)
+        text = known.get(request.path.removeprefix("/latest/meta-data/"))
+        return web.Response(status=404) if text is None else web.Response(text=text)
+
     async def down(self) -> None:
         """Wait for the end of what runs of it."""
         if self._process is not None:
@@ -169,13 +181,6 @@ class Machine:
             listening.close()
             await server.shutdown(0)
             namespaces.delete(self._namespace)
-            self._plugged_in = False
-
-    def tell(self, described: Mapping[str, Any]) -> None:
-        """What DescribeInstances says by now: tags may be others."""
-        self.described = described
-        if self.metadata is not None:
-            self.metadata.described = described
 
     def end(self, why: str, *, at_once: bool) -> None:
         """Power it off, in order unless `at_once`: whichever comes first says why."""
@@ -198,3 +203,7 @@ def _kept() -> list[str]:
     needed = {str(ROOT), *(str(Path(folder).resolve()) for folder in (ROOT, sys.prefix, sys.base_prefix))}
     apart = mounted | set(init.FRESH)
     return sorted(path for path in needed if any(path == place or path.startswith(f"{place}/") for place in apart))
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

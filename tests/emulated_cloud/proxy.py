@@ -1,46 +1,63 @@
-"""What stands before moto's server: hands calls on, and spoils those that a fault meets."""
+"""What stands before moto's server: hands calls on, spoils those that a fault meets, and does what AWS does and moto
+doesn't.
+
+- RunInstances with a launch template: the instance is in the subnet and the security groups of the template.
+- TerminateInstances of one that is terminated: moto looks for its interface, and refuses.
+- A call with a `ClientToken` that has been carried out is not carried out again: the first answer comes back.
+- DescribePlacementGroups: there are none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
+import msgspec
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from tests.emulated_cloud.calls import (
-    TERMINATED,
-    Call,
-    Describe,
-    call_of,
-    each_terminated,
-    terminated,
-    with_template,
-)
-from tests.emulated_cloud.faults import Fault, Faults, error
-
+TERMINATED = "InvalidNetworkInterfaceID.NotFound"  # moto's refusal
 # Of one connection; the body has its length, and is whole when it is handed on.
 _NOT_HANDED_ON = ("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Expect")
+_SCOPE = re.compile(r"Credential=[^/]+/\d+/[^/]+/([^/]+)/aws4_request")  # of a signature
 _TIMEOUT_S = 300.0
 _DONE = 200
-_TERMINATED = TERMINATED.encode()
-_NO_GROUPS = b"<DescribePlacementGroupsResponse><placementGroupSet/></DescribePlacementGroupsResponse>"
 
 Answer = tuple[int, CIMultiDict[str], bytes]
+Kind = Literal["refuse", "delay"]
+
+
+class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of calls whose name matches `call`, a pattern as of a shell: of the next `count` ones, or all."""
+
+    call: str
+    kind: Kind
+    code: str = "InternalError"  # of what is refused
+    delay_s: float = 0.0  # before it is carried out
+    count: int | None = 1
+
+
+@dataclass(frozen=True)
+class _Call:
+    service: str  # ec2, iam, sts, s3, ssm
+    name: str  # RunInstances, CreateRole, GetParameters; of S3 the request, as "PUT /bucket/key"
+    fields: Mapping[str, str]  # of those that come as a form
 
 
 class Proxy:
-    """`changed` is called when a call may have changed instances."""
+    """`changed` is called when a call may have changed instances; `describe` is DescribeLaunchTemplateVersions."""
 
-    def __init__(self, moto: str, *, describe: Describe, changed: Callable[[], None]) -> None:
-        self.faults = Faults()
-        self._moto = moto
-        self._describe, self._changed = describe, changed
+    def __init__(self, moto: str, *, describe: Callable[..., Any], changed: Callable[[], None]) -> None:
+        self.faults: list[Fault] = []  # those that are still to come; a call meets one at most
+        self._moto, self._describe, self._changed = moto, describe, changed
         self._carried_out: dict[tuple[str, str], asyncio.Task[Answer]] = {}  # by the call's name and its token
-        self._session: ClientSession | None = None
-        self._server: asyncio.Server | None = None
 
     async def serve(self, listening: socket.socket) -> None:
         self._session = ClientSession(
@@ -50,31 +67,31 @@ class Proxy:
         self._server = await asyncio.get_running_loop().create_server(server, sock=listening)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        if self._session is not None:
-            await self._session.close()
+        self._server.close()
+        await self._session.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await request.content.read()
-        call = call_of(request.method, request.raw_path, request.headers, body)
-        fault = self.faults.of(call)
-        answer = await self._answer(call, fault, request, body)
-        status, headers, content = answer
-        return web.Response(status=status, headers=headers, body=content)
-
-    async def _answer(self, call: Call, fault: Fault | None, request: web.BaseRequest, body: bytes) -> Answer:
-        """What moto says of it, or the fault."""
+        call = _call_of(request, body)
+        fault = self._fault_of(call)
         if fault is not None and fault.kind == "refuse":
-            status, content = error(call, fault)
-            return status, CIMultiDict({"Content-Type": "text/xml"}), content
+            return web.Response(status=400, content_type="text/xml", body=_refusal(call, fault.code))
         if fault is not None:
             await asyncio.sleep(fault.delay_s)
-        return await self._carry_out(call, request, body)
+        status, headers, content = await self._carry_out(call, request, body)
+        return web.Response(status=status, headers=headers, body=content)
 
-    async def _carry_out(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
+    def _fault_of(self, call: _Call) -> Fault | None:
+        found = next((fault for fault in self.faults if fnmatchcase(call.name, fault.call)), None)
+        if found is not None and found.count is not None:
+            found.count -= 1
+            if found.count == 0:
+                self.faults.remove(found)
+        return found
+
+    async def _carry_out(self, call: _Call, request: web.BaseRequest, body: bytes) -> Answer:
         """Once for each token, however often it is asked for."""
         token = (call.name, call.fields.get("ClientToken", ""))
         if not token[1]:
@@ -84,26 +101,37 @@ class Proxy:
             known = self._carried_out[token] = asyncio.create_task(self._hand_on(call, request, body))
         return await asyncio.shield(known)  # who asked may have gone
 
-    async def _hand_on(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
-        if call.name == "DescribePlacementGroups":  # moto has none, and no such call
-            return _DONE, CIMultiDict({"Content-Type": "text/xml"}), _NO_GROUPS
+    async def _hand_on(self, call: _Call, request: web.BaseRequest, body: bytes) -> Answer:
+        if call.name == "DescribePlacementGroups":
+            return _written("DescribePlacementGroupsResponse", "<placementGroupSet/>")
         if call.name == "TerminateInstances":
             return await self._terminate(call, request)
-        if call.name == "RunInstances":
-            body = await asyncio.to_thread(with_template, call, self._describe) or body
+        if call.name == "RunInstances" and "LaunchTemplate.LaunchTemplateId" in call.fields:
+            body = await asyncio.to_thread(self._with_template, call)
         return await self._to_moto(call, request, body)
 
-    async def _terminate(self, call: Call, request: web.BaseRequest) -> Answer:
-        """One by one: moto refuses the second time, and then all; AWS does not."""
-        each = each_terminated(call)
-        for body in each.values():
-            answer = await self._to_moto(call, request, body)
-            if answer[0] != _DONE and _TERMINATED not in answer[2]:
-                return answer
-        return _DONE, CIMultiDict({"Content-Type": "text/xml"}), terminated(each)
+    def _with_template(self, call: _Call) -> bytes:
+        """The body of a RunInstances that says itself in which network its launch template has it."""
+        template, version = (call.fields[f"LaunchTemplate.{name}"] for name in ("LaunchTemplateId", "Version"))
+        (found,) = self._describe(LaunchTemplateId=template, Versions=[version])["LaunchTemplateVersions"]
+        (interface,) = found["LaunchTemplateData"]["NetworkInterfaces"]
+        groups = {f"SecurityGroupId.{place}": group for place, group in enumerate(interface["Groups"], 1)}
+        return urlencode({**call.fields, "SubnetId": interface["SubnetId"], **groups}).encode()
 
-    async def _to_moto(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
-        assert self._session is not None
+    async def _terminate(self, call: _Call, request: web.BaseRequest) -> Answer:
+        """One by one: moto refuses the second time, and then all; AWS does not."""
+        ids = [value for field, value in call.fields.items() if field.startswith("InstanceId.")]
+        rest = {field: value for field, value in call.fields.items() if not field.startswith("InstanceId.")}
+        for instance in ids:
+            answer = await self._to_moto(call, request, urlencode({**rest, "InstanceId.1": instance}).encode())
+            if answer[0] != _DONE and TERMINATED.encode() not in answer[2]:
+                return answer
+        state = "<code>32</code><name>shutting-down</name>"
+        states = f"<currentState>{state}</currentState><previousState>{state}</previousState>"
+        items = "".join(f"<item><instanceId>{instance}</instanceId>{states}</item>" for instance in ids)
+        return _written("TerminateInstancesResponse", f"<instancesSet>{items}</instancesSet>")
+
+    async def _to_moto(self, call: _Call, request: web.BaseRequest, body: bytes) -> Answer:
         url = URL(self._moto + request.raw_path, encoded=True)
         headers = _handed_on(request.headers)
         async with self._session.request(
@@ -113,9 +141,30 @@ class Proxy:
         answered = _handed_on(response.headers)
         if request.method == "HEAD" and "Content-Length" in response.headers:
             answered["Content-Length"] = response.headers["Content-Length"]
-        if not call.reads:
+        if call.service == "ec2" and not call.name.startswith(("Describe", "Get")):
             self._changed()
         return response.status, answered, content
+
+
+def _call_of(request: web.BaseRequest, body: bytes) -> _Call:
+    scope = _SCOPE.search(request.headers.get("Authorization", ""))
+    service = scope[1] if scope else "s3"
+    if target := request.headers.get("X-Amz-Target"):
+        return _Call(service, target.rpartition(".")[2], {})
+    if request.headers.get("Content-Type", "").startswith("application/x-www-form-urlencoded"):
+        fields = dict(parse_qsl(body.decode(), keep_blank_values=True))
+        return _Call(service, fields.get("Action", ""), fields)
+    return _Call(service, f"{request.method} {urlsplit(request.raw_path).path}", {})
+
+
+def _refusal(call: _Call, code: str) -> bytes:
+    """As EC2 or S3 writes it."""
+    text = f"<Error><Code>{code}</Code><Message>As the test has asked for.</Message></Error>"
+    return (f"<Response><Errors>{text}</Errors></Response>" if call.service == "ec2" else text).encode()
+
+
+def _written(name: str, text: str) -> Answer:
+    return _DONE, CIMultiDict({"Content-Type": "text/xml"}), f"<{name}>{text}</{name}>".encode()
 
 
 def _handed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:

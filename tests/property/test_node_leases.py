@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.errors import StorageError
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
-from flows.provision.leases import By, Claimant, Clock, Held, HeldError, LeaseLostError, Leases
+from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Leases
 from tests.support.turns import Turns, TurnStorage
 
 LENGTH_S, MARGIN_S = 90.0, 10.0

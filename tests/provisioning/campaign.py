@@ -80,7 +80,7 @@ _PLACES = {
 _REAPERS = {
     place: kinds
     for place, kinds in _PLACES.items()
-    if not place.startswith(("apply", "plan:")) and not place.endswith("-acquire")
+    if place.startswith(("store:", "cloud:")) and not place.endswith("-acquire")
 }
 _OFTEN = {"apply:middle": 5, "apply:unanswered": 6, "destroy:middle": 5, "destroy:unanswered": 6}  # a command
 _SEVERAL = {

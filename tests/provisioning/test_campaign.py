@@ -8,27 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.provisioning import campaign, world
-from tests.provisioning.campaign import Cast, play
 
 pytestmark = pytest.mark.nightly
-
-
-def test_an_owner_and_his_terraform_die_and_a_reaper_is_killed(tmp_path: Path) -> None:
-    planned = [
-        {"actor": "flow", "place": "apply:middle", "kind": "kill both", "nth": 3},
-        {"actor": "reaper", "place": "destroy-plan:locked", "kind": "kill both", "nth": 0},
-    ]
-    outcome = play(tmp_path / "scene", 0, planned, Cast(reapers=1))
-    assert outcome.findings.problems() == []
-    assert outcome.missed == []
-
-
-def test_an_owner_who_stood_still_finds_his_nodes_gone(tmp_path: Path) -> None:
-    planned = [{"actor": "flow", "place": "plan:end", "kind": "stop owner", "nth": 0}]
-    outcome = play(tmp_path / "scene", 1, planned, Cast(reapers=2, leaves=True, stopped_s=4.0))
-    assert outcome.findings.problems() == []
-    assert outcome.missed == []
-    assert "LeaseLostError" in (tmp_path / "scene" / "flow-0.log").read_text()
 
 
 @pytest.mark.slow

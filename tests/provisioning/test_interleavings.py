@@ -155,9 +155,9 @@ class Nodes:
 
     state_name = STATE
 
-    def __init__(self, request: Mapping[str, Any], state: Path, *, folder: str, remaining_s: Any, **_: Any) -> None:
+    def __init__(self, request: Mapping[str, Any], state: Path, *, remaining_s: Any, **_: Any) -> None:
         self.variables: dict[str, Any] = dict(request)
-        self._world, self.folder, self._remaining_s, self.terraform = WORLDS[-1], state / folder, remaining_s, self
+        self._world, self.folder, self._remaining_s, self.terraform = WORLDS[-1], state / "provision", remaining_s, self
         self.folder.mkdir(parents=True, exist_ok=True)
         self._me = state.name
         self._planned: dict[Path, tuple[int, list[tuple[str, str]]]] = {}
@@ -276,11 +276,6 @@ def lease_alone(world: World) -> None:
     pass
 
 
-def no_request(world: World) -> None:
-    data, mark = world.objects[name_of(RUN)]
-    world.objects[name_of(RUN)] = json.dumps(json.loads(data) | {"request": None}).encode(), mark
-
-
 def no_lease(world: World) -> None:
     del world.objects[name_of(RUN)]
     world.objects[STATE] = b"{}", ""
@@ -301,7 +296,6 @@ FIRST: dict[str, tuple[Callable[[World], None], Work | None]] = {
     **{f"flow, with a lock: {work.__name__}": (a_lock, work) for work in (make, end)},
     "reaper": (lease_alone, None),
     "reaper, with a stray": (a_stray, None),
-    "reaper, by the cloud": (no_request, None),
     "reaper, the sweep": (no_lease, None),
 }
 SECOND: dict[str, list[Work | None]] = {
@@ -383,7 +377,7 @@ def test_whoever_goes_on_late_deletes_nothing_of_the_present_holder(tmp_path: Pa
 def test_a_safeguard_that_is_not_there_is_missed(tmp_path: Path, lacking: str) -> None:
     found = [
         gone
-        for first in ("flow, with a stray: end", "reaper, by the cloud")
+        for first in ("flow, with a stray: end", "reaper")
         for second in SECOND
         for _, gone in schedules(tmp_path, first, second, **{lacking: False})
     ]

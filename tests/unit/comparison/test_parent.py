@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import pytest
 from mlflow import MlflowClient
 
-from areal_core.storage.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 
@@ -55,7 +53,6 @@ def test_parent_is_opened_once_and_found_again_with_what_was_added(tmp_path: Pat
     kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
     assert kept["seeds"] == "1, 2, 3"
     assert len(client.search_runs([run.info.experiment_id])) == 1
-    assert parent.tags == {"mlflow.parentRunId": parent.run_id}
 
 
 def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
@@ -70,24 +67,3 @@ def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
 def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
     assert _open(tmp_path, ["tracking=off"]) is None
     assert not _remembered(tmp_path).exists()
-
-
-_EMULATED = ["generation.engine=emulated", "training.engine=emulated"]
-
-
-@pytest.mark.parametrize(("overrides", "metric"), [([], "heldout/accuracy"), (_EMULATED, "ledger/consumed_tokens")])
-def test_pages_of_a_comparison_show_the_curves_of_its_trials(tmp_path: Path, overrides: list[str], metric: str) -> None:
-    trials = _comparison(tmp_path, overrides, [1]).trials()
-    for trial in trials:
-        info = RunInfo(run_id=trial.run_id, model_path="", checkpoint_url="", tracking_run_id=f"t-{trial.arm}")
-        RunDir.create(trial.config, info)
-    places = Parent(uri="http://host:5000/", experiment_id="3", run_id="p").places(trials)
-    assert places["MLflow"] == "http://host:5000/#/experiments/3/runs/p?workflowType=machine_learning"
-    assert places["table of runs"].startswith("http://host:5000/#/experiments/3/runs?workflowType=machine_learning&")
-    for what, axis in (("curves over time", "relative"), ("curves over steps", "step")):
-        page, _, query = places[what].partition("?")
-        assert page == "http://host:5000/#/metric"
-        shown = {name: values[0] for name, values in parse_qs(query).items()}
-        assert (shown["x_axis"], shown["workflowType"]) == (axis, "machine_learning")
-        assert json.loads(shown["runs"]) == ["t-sync", "t-async-1"]
-        assert json.loads(shown["plot_metric_keys"]) == [json.loads(shown["metric"])] == [metric]

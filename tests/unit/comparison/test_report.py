@@ -68,11 +68,6 @@ def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds(t
     assert _row(page, "effective tokens/s") == ["200 [100, 400]", fewer]
 
 
-def test_a_failure_adds_no_lines_or_links(tmp_path: Path) -> None:
-    page = _page(tmp_path, [failed(trial, "dead\n## Results\x1b [a](http://b)") for trial in _trials([1])])
-    assert r"seed 1: dead\\n## Results\\x1b [a\](http://b)" in page
-
-
 @pytest.mark.parametrize(
     ("lost", "cells"),
     [
@@ -86,14 +81,6 @@ def test_only_pairs_are_compared(tmp_path: Path, lost: set[tuple[str, int]], cel
     assert _row(_page(tmp_path, results), "effective tokens/s")[1] == cells
 
 
-def test_nothing_but_failures_is_still_a_report(tmp_path: Path) -> None:
-    results = [failed(trial, f"reason {trial.seed}") for trial in _trials([1, 2])]
-    assert _page(tmp_path, results).count("reason 1") == 2
-    assert [path.name for path in write_report("study", _ARMS, results, tmp_path)] == ["report.md"]
-    assert [row["succeeded"] for row in result_table(_ARMS, results)] == ["0 of 2"] * 2
-    assert metrics(_ARMS, results) == {}
-
-
 def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_left_out(tmp_path: Path) -> None:
     def cell(row: str, field: str, sync: float, other: float) -> str:
         results = [_known(trial, **{field: sync if trial.arm == "sync" else other}) for trial in _trials()]
@@ -103,16 +90,6 @@ def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_le
     assert "+0.000 [+0.000, +0.000]" in cell(score, "accuracy_after", 0.9, 0.8999999)
     assert "-0.100 [-0.100, -0.100] lower" in cell(score, "accuracy_after", 0.9, 0.8)
     assert cell("effective tokens/s", "effective_tokens_per_s", 0.0, 1.0) == "1.00 [1.00, 1.00]"
-
-
-def test_arm_that_did_not_reach_the_score_is_not_timed(tmp_path: Path) -> None:
-    results = [
-        made_up(trial, time_to_score_s=None if trial.run_id == "study.async-1.s3" else 10.0)
-        for trial in _trials((1, 2, 3), "stop.score=0.8")
-    ]
-    cells = ["10.0 [10.0, 10.0]", "not reached by 1 of 3"]
-    assert _row(_page(tmp_path, results), "time to score 0.8, s") == cells
-    assert [row["time to score 0.8, s"] for row in result_table(_ARMS, results)] == cells
 
 
 def test_emulated_accelerators_are_announced_before_anything_else(tmp_path: Path) -> None:

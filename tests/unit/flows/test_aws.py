@@ -8,10 +8,9 @@ from typing import Any
 import boto3
 import pytest
 from botocore.client import BaseClient
-from botocore.exceptions import ClientError, EndpointConnectionError
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from areal_core.errors import ProvisionError
 from areal_core.storage.lease import LeaseLostError
 from flows.provision.aws import Aws
 from tests.support.terraform import CREDENTIALS, REGION
@@ -35,33 +34,25 @@ class Account:
         """One of everything, by its type."""
         tags = [{"Key": "areal:run", "Value": run}]
         name = f"areal-{run}-trainer-0a1b2c"
+
+        def tagged(kind: str, *more: dict[str, str]) -> list[dict[str, Any]]:
+            return [{"ResourceType": kind, "Tags": [*tags, *more]}]
+
         group = self.ec2.create_security_group(
-            GroupName=f"areal-{run}",
-            Description="nodes",
-            VpcId=self.network,
-            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+            GroupName=name, Description="-", VpcId=self.network, TagSpecifications=tagged("security-group")
         )["GroupId"]
+        image, kind = {"ImageId": self._image}, "launch-template"
         template = self.ec2.create_launch_template(
-            LaunchTemplateName=name,
-            LaunchTemplateData={"ImageId": self._image},
-            TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
+            LaunchTemplateName=name, LaunchTemplateData=image, TagSpecifications=tagged(kind)
         )["LaunchTemplate"]["LaunchTemplateId"]
         self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=ROLE, Tags=tags)
         self.iam.put_role_policy(RoleName=name, PolicyName="run", PolicyDocument=POLICY)
         self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
         self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
-        self.ec2.create_placement_group(
-            GroupName=name, Strategy="cluster", TagSpecifications=[{"ResourceType": "placement-group", "Tags": tags}]
-        )
+        self.ec2.create_placement_group(GroupName=name, Strategy="cluster", TagSpecifications=tagged("placement-group"))
+        node = tagged("instance", {"Key": "areal:node", "Value": "trainer-0"})
         (instance,) = self.ec2.run_instances(
-            ImageId=self._image,
-            MinCount=1,
-            MaxCount=1,
-            SubnetId=self._subnet,
-            SecurityGroupIds=[group],
-            TagSpecifications=[
-                {"ResourceType": "instance", "Tags": [*tags, {"Key": "areal:node", "Value": "trainer-0"}]}
-            ],
+            **image, MinCount=1, MaxCount=1, SubnetId=self._subnet, SecurityGroupIds=[group], TagSpecifications=node
         )["Instances"]
         return {
             "aws_instance": instance["InstanceId"],
@@ -135,17 +126,3 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
         cloud.end(found, lambda: None)
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
     cloud.end([], lambda: None)
-
-
-def test_errors_are_one_line(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
-    cloud = Aws(REGION, account.network)
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise EndpointConnectionError(endpoint_url="https://ec2.us-east-1.amazonaws.com/")
-
-    monkeypatch.setattr("botocore.endpoint.Endpoint.make_request", fail)
-    with pytest.raises(ProvisionError, match=r'^aws: Could not connect to the endpoint URL: "https://ec2'):
-        cloud.found("first")
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    with pytest.raises(ProvisionError, match=r"^aws: You must specify a region"):
-        Aws(None, None)

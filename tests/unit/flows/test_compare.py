@@ -1,93 +1,37 @@
 """The form of the flow's parameters as Prefect shows it, which failures are tried again, and what is said of them."""
 
 import logging
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
-from areal_core.types import RunSummary
 from flows import compare
-from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, track
-from flows.comparison.design import DEFAULT_ARMS, plan_trials
+from flows.compare import _worth_another_try, track
+from flows.comparison.design import DEFAULT_ARMS
 from flows.comparison.record import Comparison
-from flows.comparison.trials import run_trial
 
 
 @pytest.mark.parametrize(
-    ("error", "again"),
+    ("error", "tries"),
     [
-        (ProcessError("trainer-0 was killed"), True),
-        (DivergenceError("loss nan"), False),
-        (TrackingError("gone"), False),  # it has been waited for
-        (ConfigError("seed: no"), False),
-        (KeyError("a bug"), False),
+        (ProcessError("trainer-0 was killed"), 2),
+        (TrackingError("gone"), 6),  # MLflow is waited for
+        (DivergenceError("loss nan"), 1),
+        (ConfigError("seed: no"), 1),
+        (KeyError("a bug"), 1),
     ],
 )
-def test_only_what_may_end_otherwise_is_tried_again(error: Exception, again: bool) -> None:
-    task_run = TaskRun.model_construct()
-    returned = Failed(data=Failed(message=str(error), data=error))  # as Prefect wraps what a task returns
-    raised = Failed(data=error)
-    assert _worth_another_try(None, task_run, returned) is again  # type: ignore[arg-type]
-    assert _worth_another_try(None, task_run, raised) is again  # type: ignore[arg-type]
-
-
-def test_failures_are_counted_and_the_first_ones_named() -> None:
-    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [1, 2])
-    failures = {trial.run_id: f"reason {number}" for number, trial in enumerate(trials) if number != 1}
-    assert _what_failed(trials, failures) == (
-        "7 of 8 trials failed: sync seed 1: reason 0; async-2 seed 1: reason 2; async-4 seed 1: reason 3; "
-        "and 4 more; the report tells the rest"
-    )
-
-
-def test_pictures_travel_in_the_page(tmp_path: Path) -> None:
-    (tmp_path / "bars.png").write_bytes(b"png")
-    page = _with_pictures("![Bars](bars.png) and [a file](plan.json)", tmp_path)
-    assert page == "![Bars](data:image/png;base64,cG5n) and [a file](plan.json)"
-
-
-class _Away:
-    """A run that can't start: MLflow is away for so many attempts, and then something else is wrong."""
-
-    def __init__(self, attempts: int) -> None:
-        self._away = attempts
-        self.attempts = 0
-
-    def __call__(self, *_: Any, **__: Any) -> RunSummary:
-        self.attempts += 1
-        raise TrackingError("gone") if self.attempts <= self._away else ProcessError("trainer-0 was killed")
-
-
-class _Said:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, what: str) -> None:
-        self.notes.append(what)
-
-    def show(self, status: object) -> None: ...
-
-
-@pytest.mark.parametrize(("away", "attempts", "failure"), [(0, 1, "trainer"), (3, 4, "trainer"), (99, 5, "gone")])
-def test_mlflow_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int, attempts: int, failure: str
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(compare, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(compare.time, "sleep", waits.append)
-    trial = plan_trials("s", "cpu-async", DEFAULT_ARMS, [1], [f"state_dir={tmp_path}"])[0]
-    execute, said = _Away(away), _Said()
-    monkeypatch.setattr(compare, "run_trial", partial(run_trial, execute=execute))
-    result = _with_mlflow(trial, {}, cast(Any, said))
-    assert execute.attempts == attempts
-    assert waits == [30.0] * (attempts - 1)
-    assert said.notes == ["waiting for MLflow"] * (attempts - 1)
-    assert str(result.failure).startswith(failure)
+@pytest.mark.parametrize("returned", [True, False])
+def test_only_what_may_end_otherwise_is_tried_again(error: Exception, tries: int, returned: bool) -> None:
+    state: Any = Failed(data=Failed(message=str(error), data=error) if returned else error)  # as Prefect wraps them
+    task: Any = compare.trial
+    again = [_worth_another_try(task, TaskRun.model_construct(run_count=count), state) for count in range(1, 6)]
+    assert again == [count < tries for count in range(1, 6)]
+    assert compare.trial.retries == 5
 
 
 @pytest.mark.parametrize("done", [True, False])

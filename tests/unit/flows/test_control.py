@@ -10,19 +10,9 @@ from areal_core.errors import ConfigError
 from flows import control
 
 
-def told(state: Path) -> control.Control:
-    return control.Control(
-        address="127.0.0.1",
-        state=str(state),
-        artifacts="s3://bucket/mlflow",
-        region="us-east-1",
-        prefect_secret="/areal/prefect",
-        mlflow_secret="/areal/mlflow",
-    )
-
-
 def test_a_password_that_mlflow_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "secret_values", lambda *_: {"prefect": "a:b", "mlflow": "planted"})
+    told = control.Control(str(tmp_path), str(tmp_path), "s3://b", "us-east-1", "/areal/prefect", "/areal/mlflow")
     with pytest.raises(ConfigError, match=r"^/areal/mlflow: must have 12 characters at least$"):
-        control.serve(told(tmp_path))
+        control.serve(told)
     assert list(tmp_path.iterdir()) == []

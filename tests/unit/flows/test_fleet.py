@@ -109,18 +109,13 @@ def cloud() -> Cloud:
 
 
 @contextmanager
-def fleet_of(cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False) -> Iterator[Fleet]:
-    supply = None if given else cloud
-    with Fleet(
-        config, cloud.hosts(), cloud, supply, restarts=2, log=cloud.said.append, clock=lambda: cloud.now
-    ) as fleet:
-        yield fleet
-
-
-@contextmanager
-def at_work(cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False) -> Iterator[Fleet]:
-    with fleet_of(cloud, config, given=given) as fleet:
-        cloud.up()
+def fleet_of(
+    cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False, up: bool = True
+) -> Iterator[Fleet]:
+    supply, options = None if given else cloud, {"log": cloud.said.append, "clock": lambda: cloud.now}
+    with Fleet(config, cloud.hosts(), cloud, supply, restarts=2, **options) as fleet:
+        if up:
+            cloud.up()
         fleet.look()
         yield fleet
 
@@ -134,27 +129,12 @@ def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_run_from_its_first_look_to_its_end(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        fleet.look()
-        assert not fleet.ready
-        cloud.up()
-        fleet.look()
-        assert fleet.ready
-        assert not fleet.over
-        cloud.becomes("trainer-0", Stage.DONE)
-        fleet.look()
-        assert fleet.over
-    assert fleet.closed
-    assert cloud.replaced == []
-
-
 @pytest.mark.parametrize("name", ["generation-1", "trainer-0"])
 @pytest.mark.parametrize("stage", [Stage.RECLAIMED, Stage.BAD_NODE])
 def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again(
     cloud: Cloud, stage: Stage, name: str
 ) -> None:
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.becomes(name, stage, "as the cloud says")
         until(fleet, lambda: cloud.newest(name) == f"{name}/1")
         assert cloud.replaced == [[name]]
@@ -168,7 +148,7 @@ def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again
 
 
 def test_silent_node_loses_its_share(cloud: Cloud) -> None:
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 31.0
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
@@ -177,7 +157,7 @@ def test_silent_node_loses_its_share(cloud: Cloud) -> None:
 
 
 def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.pass_s(fleet, 60)
         cloud.now += 600.0  # Prefect's server is away
         cloud.silence = dict.fromkeys(cloud.silence, 600.0)
@@ -188,8 +168,18 @@ def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
     assert cloud.replaced == cloud.lost == []
 
 
-def test_a_node_that_never_comes_up_is_replaced_and_its_share_goes_on_waiting(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_node_that_never_comes_up_is_replaced(cloud: Cloud, taken: bool) -> None:
+    """Its share goes on waiting, unless the node takes it at the last moment."""
+    late = Seen(Stage.RUNS, cloud.node("generation-1"), "")
+
+    def replace_late(names: Iterable[str]) -> list[Host]:
+        cloud.shares["generation-1/0"] = late
+        return Cloud.replace(cloud, names)
+
+    if taken:
+        cloud.replace = replace_late  # pyright: ignore[reportAttributeAccessIssue]
+    with fleet_of(cloud, up=False) as fleet:
         for name in ("trainer-0", "generation-0"):
             cloud.silence[cloud.node(name)] = 0.0
             cloud.becomes(name, Stage.RUNS)
@@ -198,31 +188,15 @@ def test_a_node_that_never_comes_up_is_replaced_and_its_share_goes_on_waiting(cl
         assert cloud.replaced == []
         cloud.now = 101.0
         until(fleet, lambda: cloud.replaced == [["generation-1"]])
+        until(fleet, lambda: cloud.newest("generation-1") == f"generation-1/{int(taken)}")
         cloud.up()
         until(fleet, lambda: fleet.ready)
-    assert [*cloud.names] == ["trainer-0/0", "generation-0/0", "generation-1/0"]
-
-
-def test_a_share_that_a_node_takes_while_it_is_replaced_is_given_out_again(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        for name in ("trainer-0", "generation-0"):
-            cloud.silence[cloud.node(name)] = 0.0
-            cloud.becomes(name, Stage.RUNS)
-        taken = cloud.node("generation-1")
-
-        def replace_late(names: Iterable[str]) -> list[Host]:
-            cloud.shares["generation-1/0"] = Seen(Stage.RUNS, taken, "")
-            return Cloud.replace(cloud, names)
-
-        cloud.replace = replace_late  # pyright: ignore[reportAttributeAccessIssue]
-        cloud.now = 101.0
-        until(fleet, lambda: cloud.newest("generation-1") == "generation-1/1")
-    assert cloud.lost == ["generation-1/0"]
+    assert cloud.lost == ["generation-1/0"] * taken
 
 
 def test_refused_replacement_is_tried_again_and_the_run_goes_on(cloud: Cloud) -> None:
     cloud.refuses = [ProvisionError("terraform apply: InsufficientInstanceCapacity")]
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.becomes("generation-0", Stage.RECLAIMED)
         until(fleet, lambda: not cloud.refuses)
         until(fleet, lambda: any("InsufficientInstanceCapacity" in line for line in cloud.said))
@@ -234,7 +208,7 @@ def test_refused_replacement_is_tried_again_and_the_run_goes_on(cloud: Cloud) ->
 
 def test_run_without_a_trainer_does_not_wait_for_ever(cloud: Cloud) -> None:
     cloud.refuses = [ProvisionError("terraform apply: quota")] * 100
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.becomes("trainer-0", Stage.RECLAIMED)
 
         def later() -> bool:
@@ -246,7 +220,7 @@ def test_run_without_a_trainer_does_not_wait_for_ever(cloud: Cloud) -> None:
 
 
 def test_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud: Cloud) -> None:
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         for number in (1, 2):
             cloud.becomes("generation-1", Stage.FAILED, "its processes died")
             fleet.look()
@@ -259,31 +233,35 @@ def test_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud:
             fleet.look()
 
 
-def test_head_node_that_fails_again_and_again_is_the_end(cloud: Cloud) -> None:
-    with at_work(cloud) as fleet:
-        for _ in range(2):
-            cloud.becomes("trainer-0", Stage.FAILED, "the controller died")
+@pytest.mark.parametrize(
+    ("stage", "times", "message", "error"),
+    [
+        (Stage.FAILED, 3, "the controller died", ProcessError(r"^trainer-0: the controller died$")),
+        (Stage.REFUSED, 1, "task.path: there is no such file", ConfigError(r"^task\.path: there is no such file$")),
+    ],
+)
+def test_head_node_that_fails_again_and_again_or_is_refused_is_the_end(
+    cloud: Cloud, stage: Stage, times: int, message: str, error: Exception
+) -> None:
+    with fleet_of(cloud) as fleet:
+        for _ in range(times - 1):
+            cloud.becomes("trainer-0", stage, message)
             fleet.look()
-        cloud.becomes("trainer-0", Stage.FAILED, "the controller died")
-        with pytest.raises(ProcessError, match=r"^trainer-0: the controller died$"):
+        cloud.becomes("trainer-0", stage, message)
+        with pytest.raises(type(error), match=str(error)):
             fleet.look()
 
 
-def test_refusal_and_cancellation_on_the_head_node_end_the_run(cloud: Cloud) -> None:
-    with at_work(cloud) as fleet:
+def test_run_is_cancelled_with_its_head_node(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
         cloud.becomes("trainer-0", Stage.CANCELLED)
         fleet.look()
         assert fleet.cancelled
     assert cloud.replaced == []
-    other = Cloud()
-    with at_work(other) as fleet:
-        other.becomes("trainer-0", Stage.REFUSED, "task.path: there is no such file")
-        with pytest.raises(ConfigError, match=r"^task\.path: "):
-            fleet.look()
 
 
 def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
-    with at_work(cloud, replace(CONFIG, replacements=1)) as fleet:
+    with fleet_of(cloud, replace(CONFIG, replacements=1)) as fleet:
         cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
         cloud.up()
@@ -297,7 +275,7 @@ def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
 
 
 def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    with at_work(cloud) as fleet:
+    with fleet_of(cloud) as fleet:
         cloud.becomes("generation-0", Stage.FAILED, "its processes died")
         with monkeypatch.context() as away:
             away.setattr(cloud, "give", MagicMock(side_effect=OSError("Prefect is away")))
@@ -310,7 +288,7 @@ def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monk
 
 
 def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
-    with at_work(cloud, given=True) as fleet:
+    with fleet_of(cloud, given=True) as fleet:
         cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 1000.0
         fleet.look()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -23,11 +22,11 @@ _PATIENCE_S = 20.0
 class _Task:
     """A task of Prefect's, without Prefect."""
 
-    def __init__(self, body: Callable[[Fleet], None]) -> None:
-        self._body = body
+    def with_options(self, name: str) -> _Task:
+        return self
 
-    def submit(self, fleet: Fleet) -> Any:
-        thread = threading.Thread(target=self._body, args=(fleet,), daemon=True)
+    def submit(self, *arguments: Any, body: Any = on_nodes.wait.fn) -> Any:
+        thread = threading.Thread(target=body, args=arguments, daemon=True)
         thread.start()
         return MagicMock(wait=thread.join)
 
@@ -72,8 +71,7 @@ def test_the_reaper_is_called_where_the_flow_is_asked_to_end(
 
 @pytest.mark.cpu_seconds(10)
 def test_a_node_that_does_not_see_the_end_of_its_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("bootstrap", "generate", "train"):
-        monkeypatch.setattr(on_nodes, name, _Task(getattr(on_nodes, name).fn))
+    monkeypatch.setattr(on_nodes, "wait", _Task())
     for name in ("_LOOK_S", "_SEE_S"):
         monkeypatch.setattr(on_nodes, name, 0.01)
     monkeypatch.setattr(on_nodes, "_show_progress", MagicMock())
@@ -81,12 +79,12 @@ def test_a_node_that_does_not_see_the_end_of_its_run_is_not_waited_for(monkeypat
     work = MagicMock()
     work.give = lambda role, index: f"{role}-{index}"
     work.seen = lambda ids: {each: Seen(Stage.DONE if each == "trainer-0" else Stage.RUNS, None, "") for each in ids}
-    supply, progress = MagicMock(), MagicMock()
-    supply.spent.return_value, progress.cancelled_unheard.return_value = None, False
+    progress = MagicMock()
+    progress.cancelled_unheard.return_value = False
     ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def watch(fleet: Fleet) -> None:
-        on_nodes._watch(fleet, work, supply, progress, MagicMock(), MagicMock())
+        on_nodes._watch(fleet, None, progress, MagicMock(), MagicMock())
         ended.put(None)
 
     with Fleet(config, [], work, None, restarts=0) as fleet:

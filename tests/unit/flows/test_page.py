@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 from uuid import uuid4
 
@@ -21,55 +20,23 @@ _BUSY, _WRONG = (
 )
 
 
-class Server:
-    """Prefect's API, as far as a page needs it; away for the next calls that `away` counts."""
-
-    def __init__(self) -> None:
-        self.away = 0
-        self.made: list[Any] = []
-        self.shown: list[tuple[float, str]] = []
-        self.state = Running()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def _answer(self) -> None:
-        if self.away:
-            self.away -= 1
-            raise _AWAY
-
-    def create_artifact(self, artifact: Any) -> Any:
-        self._answer()
-        self.made.append(artifact)
-        self.shown.append((artifact.data, artifact.description))
-        return SimpleNamespace(id=uuid4())
-
-    def update_artifact(self, artifact_id: Any, artifact: Any) -> None:
-        self._answer()
-        self.shown.append((artifact.data, artifact.description))
-
-    def read_flow_run(self, flow_run_id: Any) -> Any:
-        self._answer()
-        return SimpleNamespace(state=self.state)
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    server = Server()
-    monkeypatch.setattr(page, "get_client", lambda **_: server)
+def client(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    client = MagicMock()
+    monkeypatch.setattr(page, "get_client", lambda **_: client)
     monkeypatch.setattr(page, "flow_run", SimpleNamespace(id=str(uuid4())))
-    return server
+    return client
 
 
-def test_progress_is_shown_when_the_server_is_there(server: Server) -> None:
+def test_progress_is_shown_when_the_server_is_there(client: MagicMock) -> None:
+    client.create_artifact.side_effect = [_AWAY, MagicMock()]
+    client.update_artifact.side_effect = [_AWAY, None]
     with Progress("areal-progress") as progress:
-        for away, percent in ((1, 0.0), (0, 10.0), (1, 20.0), (0, 30.0)):
-            server.away = away
+        for percent in (0.0, 10.0, 20.0, 30.0):
             progress.show(percent, f"{percent:g} percent")
-    assert server.shown == [(10.0, "10 percent"), (30.0, "30 percent")]
-    assert [artifact.key for artifact in server.made] == ["areal-progress"]
+    made, updated = client.create_artifact.call_args.args[0], client.update_artifact.call_args.args[1]
+    assert (made.key, made.data, made.description) == ("areal-progress", 10.0, "10 percent")
+    assert (updated.data, updated.description) == (30.0, "30 percent")
 
 
 def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +56,13 @@ def test_result_that_can_not_be_told_fails_nothing(
     assert said == [f"Prefect's server does not know the result: {error}"]
 
 
-def test_a_flow_run_that_nobody_cancels_is_noticed(server: Server) -> None:
+def test_a_flow_run_that_nobody_cancels_is_noticed(client: MagicMock) -> None:
     now = SimpleNamespace(s=0.0)
     with Progress("areal-progress", clock=lambda: now.s) as progress:
         noticed: list[float] = []
         for now.s in range(0, 100, 2):
-            if now.s == 50:
-                server.state = Cancelling()
-            server.away = int(now.s == 60)
+            state = Cancelling() if now.s >= 50 else Running()
+            client.read_flow_run.side_effect = _AWAY if now.s == 60 else [SimpleNamespace(state=state)]
             if progress.cancelled_unheard():
                 noticed.append(now.s)
     assert noticed[0] == 70

@@ -34,7 +34,14 @@ CHANGES = [
 REQUEST: dict[str, Any] = {"run": "r", "foundation": {"bucket": "b", "region": "us-east-1"}}
 _TIMEOUT_S = 20.0
 
-Says = Callable[[str], Path]  # what the script is to do, in Python; returns where it notes how it was called
+_WAITS = """\
+if command == 'apply':
+  for signum in (signal.SIGINT, signal.SIGTERM): signal.signal(signum, end)
+  open({note!r}, 'w').write('at it')
+  while True: time.sleep(0.05)
+"""
+
+Says = Callable[..., Path]  # what the script is to do, in Python; returns where it notes how it was called
 
 
 @pytest.fixture(autouse=True)
@@ -96,20 +103,15 @@ def test_only_what_was_planned_is_applied(says: Says, tmp_path: Path) -> None:
 def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
     says()
     root = made(tmp_path)
-    role = {"mode": "managed", "type": "aws_iam_role", "instances": [{"attributes": {"id": "r"}}]}
-    nodes = {"mode": "managed", "type": "aws_instance", "instances": [{"attributes": {"id": "i-1"}}]}
-    nodes["instances"] += [{"deposed": "0", "attributes": {"id": "i-0"}}, {"attributes": {"id": None}}]
-    region = {"mode": "data", "type": "aws_region", "instances": [{"attributes": {"id": "us-east-1"}}]}
-    for printed, held in (
-        ("", set[tuple[str, str]]()),
-        ({"version": 4, "resources": []}, set[tuple[str, str]]()),
-        (
-            {"version": 4, "resources": [role, nodes, region]},
-            {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")},
-        ),
-    ):
-        says(f"print({json.dumps(printed) if printed else ''!r}) or sys.exit()")
-        assert root.held() == held
+
+    def of(kind: str, *ids: str | None, mode: str = "managed") -> dict[str, Any]:
+        return {"mode": mode, "type": kind, "instances": [{"attributes": {"id": each}} for each in ids]}
+
+    resources = [of("aws_iam_role", "r"), of("aws_instance", "i-1", "i-0", None), of("aws_region", "e", mode="data")]
+    held = {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")}
+    for printed, found in (("", set[Any]()), (json.dumps({"version": 4, "resources": resources}), held)):
+        says(f"print({printed!r}) or sys.exit()")
+        assert root.held() == found
     says("print(json.dumps({'version': 5})) or sys.exit()")
     with pytest.raises(ProvisionError, match="its state has format 5: needs 4"):
         root.held()
@@ -134,50 +136,6 @@ def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("print('panic: no schema', file=sys.stderr); sys.exit(11)", "terraform init: panic: no schema"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "terraform init: exited with code -9"),
-    ],
-)
-def test_failure_without_words_of_its_own(says: Says, tmp_path: Path, body: str, said: str) -> None:
-    says(body)
-    with pytest.raises(ProvisionError) as failed:
-        made(tmp_path)
-    assert str(failed.value) == said
-
-
-def test_what_it_changes_is_told(says: Says, tmp_path: Path) -> None:
-    says(
-        "say(type='version', **{'@message': 'Terraform 1.11.4'})\n"
-        "for action, what in (('read', 'data.c: Refreshing...'), ('create', 'a.b: Creating...')):\n"
-        "  say(type='apply_start', hook={'action': action}, **{'@message': what})"
-    )
-    lines: list[str] = []
-    made(tmp_path, log=lines.append)
-    assert lines == ["terraform: a.b: Creating..."]
-
-
-def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(terraform.BINARY, "no-such-program")
-    with pytest.raises(ConfigError, match=r"^no-such-program is not on the PATH: needs terraform 1\.11 or tofu 1\.10"):
-        made(tmp_path)
-
-
-# It ends in order, which takes it a moment, once it is asked to by the signal that it gets.
-_ENDS_IN_ORDER = """
-def end(signum, _):
-    time.sleep(0.3)
-    open({note!r}, 'w').write(signal.Signals(signum).name)
-    sys.exit(1)
-if command == 'apply':
-    for signum in (signal.SIGINT, signal.SIGTERM): signal.signal(signum, end)
-    open({note!r}, 'w').write('at it')
-    while True: time.sleep(0.05)
-"""
-
-
 def until(note: Path, text: str) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while not (note.exists() and note.read_text() == text):
@@ -187,7 +145,12 @@ def until(note: Path, text: str) -> None:
 
 def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    says(_ENDS_IN_ORDER.format(note=str(note)))
+    says(
+        "def end(signum, _):\n"
+        "  time.sleep(0.3)\n"  # it takes a moment
+        f"  open({str(note)!r}, 'w').write(signal.Signals(signum).name)\n"
+        f"  sys.exit(1)\n{_WAITS.format(note=str(note))}"
+    )
     root = made(tmp_path)
     plan = root.plan({})
 
@@ -195,62 +158,30 @@ def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path:
         until(note, "at it")
         os.kill(os.getpid(), signal.SIGINT)
 
-    interrupting = threading.Thread(target=interrupt)
-    interrupting.start()
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         root.apply(plan)
-    interrupting.join()
     assert note.read_text() == "SIGINT"  # and it was waited for
 
 
-class Right:
-    """To run terraform, for some seconds that change once it is at it."""
-
-    def __init__(self, root: Path, note: Path, **options: Any) -> None:
-        self._left_s, self._note = 60.0, note
-        self.terraform = made(root, remaining_s=lambda: self._left_s, **options)
-
-    def apply(self, before_s: float, then_s: float) -> None:
-        plan = self.terraform.plan({})
-        self._left_s = before_s
-
-        def change() -> None:
-            until(self._note, "at it")
-            self._left_s = then_s
-            self.terraform.extend()
-            self._note.write_text("go")
-
-        changing = threading.Thread(target=change)
-        changing.start()
-        try:
-            self.terraform.apply(plan)
-        finally:
-            changing.join()
-
-
 def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, tmp_path: Path) -> None:
-    note, asked = tmp_path / "note", tmp_path / "asked"
+    note, asked, left_s = tmp_path / "note", tmp_path / "asked", [60.0]
     says(
-        f"def asked(signum, _): open({str(asked)!r}, 'a').write(signal.Signals(signum).name)\n"
-        "if command == 'apply':\n"
-        "  signal.signal(signal.SIGTERM, asked)\n"
-        f"  open({str(note)!r}, 'w').write('at it')\n"
-        "  while True: time.sleep(0.05)"
+        f"def end(signum, _): open({str(asked)!r}, 'a').write(signal.Signals(signum).name)\n"
+        f"{_WAITS.format(note=str(note))}"
     )
+    root = made(tmp_path, remaining_s=lambda: left_s[0], grace_s=0.9)
+    plan = root.plan({})
+
+    def shorten() -> None:
+        until(note, "at it")
+        left_s[0] = 1.0
+        root.extend()
+
+    threading.Thread(target=shorten).start()
     with pytest.raises(KilledError, match=r"^terraform apply: exited with code -9$"):
-        Right(tmp_path, note, grace_s=0.9).apply(60.0, 1.0)
+        root.apply(plan)
     assert asked.read_text() == "SIGTERM"  # and once
-
-
-def test_it_goes_on_while_its_right_is_extended(says: Says, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    says(
-        "if command == 'apply':\n"
-        f"  open({str(note)!r}, 'w').write('at it')\n"
-        f"  while open({str(note)!r}).read() != 'go': time.sleep(0.02)\n"
-        "  time.sleep(3.1)"
-    )
-    Right(tmp_path, note).apply(3.0, 60.0)
 
 
 def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Says, tmp_path: Path) -> None:
@@ -258,11 +189,7 @@ def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Sa
     says(
         "def end(*_):\n"
         f"  while open({str(note)!r}).read() != 'go': time.sleep(0.02)\n"
-        "  sys.exit(1)\n"
-        "if command == 'apply':\n"
-        "  signal.signal(signal.SIGTERM, end)\n"
-        f"  open({str(note)!r}, 'w').write('at it')\n"
-        "  while True: time.sleep(0.05)"
+        f"  sys.exit(1)\n{_WAITS.format(note=str(note))}"
     )
     program = (
         "import json, sys; from pathlib import Path; from flows.provision.nodes import Nodes\n"
@@ -294,19 +221,6 @@ def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> N
     with Nodes({"run": "r"}, tmp_path) as nodes:
         assert nodes.variables == {"run": "r", "foundation": foundation, "prefect": prefect}
         assert nodes.hosts() == []
-
-
-def test_one_command_at_a_time(says: Says, tmp_path: Path) -> None:
-    says()
-    busy = pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$")
-    with Nodes(REQUEST, tmp_path), busy:
-        Nodes(REQUEST, tmp_path, busy_s=0.1)
-    says("if command == 'init': sys.exit(3)")
-    with pytest.raises(ProvisionError), Nodes(REQUEST, tmp_path):
-        pass
-    says()
-    with Nodes(REQUEST, tmp_path):  # nobody holds what has failed or ended
-        pass
 
 
 def test_command_reads_a_request(tmp_path: Path) -> None:

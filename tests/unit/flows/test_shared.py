@@ -12,9 +12,3 @@ def test_flow_run_is_named_after_what_was_chosen() -> None:
     assert run_title(compared) == "cpu-async: arms sync async, seeds 1 2"
     evaluated = {"model": "/models/qwen", "benchmarks": ["gsm8k=test.jsonl", "needle"], "samples": 4}
     assert run_title(evaluated) == "qwen: benchmarks gsm8k=test.jsonl needle, samples 4"
-
-
-def test_a_title_fits_a_page() -> None:
-    title = run_title({"experiment": "cpu-async", "overrides": [f"task.path={'x' * 500}"]})
-    assert len(title) == 200
-    assert title.endswith("...")

@@ -19,15 +19,18 @@ HELD_OUT = {  # task: gold answers of its sample
     "math500": ["\\frac{3}{2}"],
     "minerva": ["6"],
 }
+TRAINING = {  # task: its sample, another task's that is held out, and gold answers of the first
+    "gsm8k": ("gsm8k.jsonl", "../questions.jsonl", {"4", "25"}),
+    "deepscaler": ("deepscaler.json", "math500.jsonl", {"25", "60"}),
+    "minerva": ("gsm8k.jsonl", "minerva.jsonl", {"4", "25"}),  # whose fields are others than those of what is held out
+}
 MODEL = ("model=folder", "model.path=/nowhere", "model.context=65536", "training.microbatch_tokens=65536")
 
 
 def opened(task, path, held_out, *overrides):
-    paths = [
-        f"task.path={'null' if path is None else quoted(str(path))}",
-        f"task.held_out_path={quoted(str(held_out))}",
-    ]
-    config = compose("cpu-async", [*MODEL, f"task={task}", *paths, *overrides])
+    training = f"task.path={'null' if path is None else quoted(str(path))}"
+    held_out = f"task.held_out_path={quoted(str(held_out))}"
+    config = compose("cpu-async", [*MODEL, f"task={task}", training, held_out, *overrides])
     return open_source(config, word_tokenizer())
 
 
@@ -38,38 +41,22 @@ def test_benchmark_of_mathematics_is_held_out(task):
     assert source.report.training is None
 
 
-def test_a_benchmark_has_other_fields_than_what_is_trained_on():
-    source = opened("minerva", SAMPLES / "gsm8k.jsonl", SAMPLES / "minerva.jsonl")
-    assert {source.prompt(index).answer for index in range(2)} == {"4", "25"}
-    assert [prompt.answer for prompt in source.held_out()] == ["6"]
-
-
-@pytest.mark.parametrize(
-    ("task", "file", "held_out", "answers"),
-    [
-        ("gsm8k", "gsm8k.jsonl", "../questions.jsonl", {"4", "25"}),
-        ("deepscaler", "deepscaler.json", "math500.jsonl", {"25", "60"}),
-    ],
-)
-def test_mathematics_is_trained_on(task, file, held_out, answers):
+@pytest.mark.parametrize("task", TRAINING)
+def test_mathematics_is_trained_on(task):
+    file, held_out, answers = TRAINING[task]
     source = opened(task, SAMPLES / file, SAMPLES / held_out)
     assert {source.prompt(index).answer for index in range(source.report.training.prompts)} == answers
 
 
-def test_human_eval_is_held_out():
+def test_benchmarks_of_code_are_held_out():
     [prompt] = opened("humaneval", None, SAMPLES / "humaneval.jsonl").held_out()
     assert prompt.text == json.loads(prompt.answer)["prompt"]
     assert json.loads(prompt.answer)["entry_point"] == "twice"
-
-
-def test_live_code_bench_shows_the_code_that_an_answer_goes_on_from():
-    prompts = opened("livecodebench", None, SAMPLES / "livecodebench.jsonl").held_out()
-    assert [set(json.loads(prompt.answer)) for prompt in prompts] == [
-        {"inputs", "outputs"},
-        {"fn_name", "inputs", "outputs"},
-    ]
-    assert prompts[0].text == "Given $n$, print how many steps of 2 reach it, rounded up."
-    assert prompts[1].text.startswith("Return the smallest $k$ of the numbers, in order.\n\n```python\nclass Solution:")
+    prints, goes_on = opened("livecodebench", None, SAMPLES / "livecodebench.jsonl").held_out()
+    assert set(json.loads(prints.answer)) == {"inputs", "outputs"}
+    assert set(json.loads(goes_on.answer)) == {"fn_name", "inputs", "outputs"}
+    assert prints.text == "Given $n$, print how many steps of 2 reach it, rounded up."
+    assert goes_on.text.startswith("Return the smallest $k$ of the numbers, in order.\n\n```python\nclass Solution:")
 
 
 def test_deepcoder_is_trained_on_with_another_benchmark_held_out():
@@ -82,7 +69,7 @@ def test_deepcoder_is_trained_on_with_another_benchmark_held_out():
 
 
 def test_every_task_of_published_rows_is_one_of_these():
-    tried = {*HELD_OUT, "gsm8k", "deepscaler", "humaneval", "livecodebench", "deepcoder"}
+    tried = {*HELD_OUT, *TRAINING, "humaneval", "livecodebench", "deepcoder"}
     of_rows = {file.stem for file in (CONF / "task").glob("*.yaml") if "rows\n" in file.read_text()}
     assert of_rows - {"rows", "paper"} == tried
 

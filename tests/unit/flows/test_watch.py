@@ -6,22 +6,12 @@ import io
 import json
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 from uuid import UUID, uuid4
 
-import httpx
 import pytest
 from rich.console import Console
 
 from flows import watch
-
-_BUSY = httpx.HTTPStatusError("503", request=httpx.Request("GET", "http://prefect"), response=httpx.Response(503))
-
-
-@pytest.mark.parametrize("error", [_BUSY, httpx.ReadTimeout("late"), httpx.ConnectError("refused")])
-def test_a_server_that_does_not_respond_is_asked_again(error: httpx.HTTPError) -> None:
-    responses = MagicMock(side_effect=[error, "yes"])
-    assert [watch._asked(responses) for _ in range(2)] == [None, "yes"]
 
 
 class _Client:
