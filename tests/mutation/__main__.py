@@ -36,13 +36,20 @@ from cosmic_ray.mutating import mutate_code
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {  # and the tests that are to kill their mutants
     "areal_core/controller/core/gate.py": ("tests/unit/controller/core/test_gate.py",),
-    "areal_core/controller/core/ledger.py": ("tests/unit/controller/core", "tests/property/test_ledger.py"),
+    "areal_core/controller/core/ledger.py": (
+        "tests/unit/controller/core",
+        "tests/unit/controller/test_restore.py",
+        "tests/property/test_ledger.py",
+    ),
     "areal_core/controller/core/controller.py": ("tests/property/test_controller.py",),
     "areal_core/controller/core/rollouts.py": ("tests/property/test_controller.py",),
     "areal_core/algorithm/objectives.py": ("tests/unit/algorithm",),
     "areal_core/algorithm/advantages.py": ("tests/unit/algorithm/test_advantages.py",),
     "areal_core/training/batching/partition.py": ("tests/unit/training/batching", "tests/property/test_batching.py"),
-    "areal_core/storage/checkpoint.py": ("tests/unit/storage/test_checkpoint.py",),
+    "areal_core/storage/checkpoint.py": (
+        "tests/unit/storage/test_checkpoint.py",
+        "tests/unit/controller/test_restore.py",
+    ),
     "areal_core/api/wire.py": ("tests/unit/api",),
 }
 CPU_S = 60

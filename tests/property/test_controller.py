@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -245,6 +246,23 @@ def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
     assert ledger.tokens().dropped > 0
 
 
+def test_the_count_of_uniform_groups_starts_at_nothing_after_a_mixed_one():
+    _, _, _, ledger, controller = build(1, steps=50, eta=1, max_zero_variance=7)
+    rewards, number = controller.rewards, 0
+
+    async def score(turns, n):
+        nonlocal number
+        number += 1
+        scored = await FakeRewards.score(rewards, turns, n)
+        one_mixed = (1.0, *(0.0,) * (n - 1)) if number == 4 else (0.0,) * n
+        return replace(scored, summary=replace(scored.summary, rewards=one_mixed))
+
+    rewards.score = score
+    with pytest.raises(ExceptionGroup, match="unhandled errors"):
+        run_virtual(controller.run())
+    assert ledger.dropped() == {"zero_variance": 3 + 7}
+
+
 def test_one_mixed_group_starts_the_count_of_uniform_ones_again():
     _, rng, _, ledger, controller = build(9, steps=40, eta=2, right=0.3, max_zero_variance=30)
     assert len(run_virtual(train(controller, rng, 40))) == 40
@@ -392,6 +410,39 @@ def test_an_incarnation_starts_running_groups_again():
     run_virtual(main())
     assert engine.cut_off > 0
     check_tokens(engine, ledger)
+
+
+def test_a_damaged_payload_of_a_published_step_starts_running_groups_again():
+    _, _, engine, ledger, controller = build(11, steps=6, eta=1)
+
+    async def main() -> None:
+        async with runs(controller):
+            for step in (1, 2):
+                manifest = await controller.batch(step, timeout_s=1000.0)
+                controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
+                await asyncio.sleep(0.5)
+            flying = {group.group_id for group in ledger.inflight()}
+            controller.lose(manifest.groups[0].group_id)
+            await asyncio.sleep(5.0)
+            assert ledger.notes.incarnation == 1
+            assert not flying & {group.group_id for group in ledger.inflight()}
+            assert await controller.batch(2, timeout_s=1000.0)
+
+    run_virtual(main())
+    check_tokens(engine, ledger)
+
+
+def test_a_version_is_loaded_once():
+    _, rng, engine, _, controller = build(3, steps=8, eta=1)
+    loads, load = [], engine.load_version
+
+    async def counted(version: PolicyVersion) -> None:
+        loads.append(version.version)
+        await load(version)
+
+    engine.load_version = counted
+    run_virtual(train(controller, rng, 8))
+    assert len(loads) == len(set(loads)) > 4
 
 
 @pytest.mark.parametrize("unreadable", [b"not a response", b"not a response either: abort"])

@@ -80,10 +80,10 @@ def test_a_group_of_one_or_no_reward_has_no_advantage(kind: str):
 
 
 def test_length_costs_in_the_last_tokens_before_the_limit():
-    # limit 20, cache 4: nothing up to 16, a quarter of the penalty for every token after it
-    lengths = [[1, 16, 17, 18], [19, 20, 21, 100]]
+    # limit 20, cache 8: nothing up to 12, an eighth of the penalty for every token after it
+    lengths = [[1, 12, 13, 14], [19, 20, 21, 100]]
     np.testing.assert_allclose(
-        overlong_penalties(lengths, limit=20, cache=4, penalty=2.0), [[0, 0, -0.5, -1], [-1.5, -2, -2, -2]]
+        overlong_penalties(lengths, limit=20, cache=8, penalty=2.0), [[0, 0, -0.25, -0.5], [-1.75, -2, -2, -2]]
     )
 
 

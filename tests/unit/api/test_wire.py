@@ -36,6 +36,7 @@ COMPLETIONS = [
     completion([7, 8, 9, 1], [3, 3, 4, 6]),
     completion([2, 2], [4, 4], "length"),
     completion([], [], "abort"),
+    completion(range(300), [4] * 299 + [5]),
 ]
 
 
@@ -71,7 +72,7 @@ def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
 def test_fields_are_those_of_vllm():
     body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
     assert body["request_id"] == "generate-tokens-r-1"
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 306, "total_tokens": 308}
     first = body["choices"][0]
     assert first["weight_versions"] == [
         {"version": "3", "start": 0, "end": 2},

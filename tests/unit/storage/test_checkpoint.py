@@ -59,6 +59,19 @@ def test_what_is_saved_is_fetched(store: Storage, tmp_path: Path) -> None:
     assert files["model/weights"].read_text() == "weights 10"
 
 
+def test_blocks_of_8_mib_have_a_checksum_each(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(bytes(8 * 2**20 + 1))
+    assert checkpoint.describe(file).crc32 == [zlib.crc32(bytes(8 * 2**20)), zlib.crc32(bytes(1))]
+
+
+def test_a_launcher_of_any_number_prunes(store: Storage, tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(store, tmp_path, step, number=1000)
+    assert checkpoint.prune(store, 1, number=int("1000")) == 20
+    assert folders(store) == {"step-000020.1000"}
+
+
 def test_files_of_another_process_are_part_of_it_if_they_are_there(store: Storage, tmp_path: Path) -> None:
     missing = checkpoint.FileEntry(bytes=6, sha256="0" * 64, crc32=[0])
     with pytest.raises(StorageError, match=r"not committed: ledger\.sqlite is missing"):

@@ -144,6 +144,7 @@ def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
 def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
     batches = four_steps(ledger)
     ledger.rewind(3)
+    ledger.rewind(9)
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
     ledger.rewind(1)
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
@@ -295,6 +296,18 @@ def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
     assert ledger.admit().prompt_index == 1  # queued again
 
 
+def test_the_versions_before_a_damaged_batch_stay(ledger):
+    batches = four_steps(ledger)
+    ledger.lose(batches[2])
+    assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
+
+
+def test_failed_tries_of_a_group_are_counted(ledger):
+    group = ledger.admit().group_id
+    assert [ledger.failed_try(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
+    assert ledger.tokens().dropped == 3
+
+
 def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(ledger):
     ledger.publish(version(0))
     groups = [admit_ready(ledger), admit_ready(ledger)]
@@ -329,6 +342,13 @@ def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_retu
     assert ledger.tokens().dropped == 0
     ledger.settle(flying, Tally(tokens=5, unread=3))
     assert (ledger.tokens().dropped, ledger.tokens().allowance) == (5, 3)
+
+
+def test_what_was_not_read_and_what_a_lost_server_did_not_report_are_allowed_for_together(ledger):
+    ledger.settle(ledger.admit().group_id, Tally(tokens=5, unread=3))
+    ledger.counters.join("one", "http://one", 0)
+    ledger.counters.end("one", uncounted=3)
+    assert ledger.tokens().allowance == 3 + 3
 
 
 @pytest.mark.parametrize(("reopened", "dropped", "in_flight"), [(False, 0, 2), (True, 2, 0)])
@@ -390,7 +410,9 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
     assert ledger.batch(1) is batch
     admit_ready(ledger), admit_ready(ledger)
     ledger.fix_batch(3, selection())
-    assert ledger.batch(1) == batch, "a trainer that begins again asks for an earlier one"
+    again = ledger.batch(1)
+    assert again == batch, "a trainer that begins again asks for an earlier one"
+    assert again is not batch, "two are kept"
     ledger.lose(first)
     assert ledger.batch(1) is None
     again = ledger.fix_batch(1, selection())

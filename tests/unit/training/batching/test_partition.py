@@ -79,6 +79,12 @@ def test_minibatches_are_keyed_by_seed_and_step():
         ([(2, [30, 30])], [[(0, (0,))], [(0, (1,))]]),
         # Whole, 90 and 60. In halves 10 + 40 on one rank; on the other 10 + 40 as well, then one half of 60 each.
         ([(10, [20, 20, 20, 20]), (0, [30, 30])], [[(0, (0, 2)), (1, (0,))], [(0, (1, 3)), (1, (1,))]]),
+        # Whole, 4 and 2.
+        ([(0, [1, 1, 1, 1]), (0, [1]), (0, [1])], [[(0, (0, 2)), (1, (0,))], [(0, (1, 3)), (2, (0,))]]),
+        # Whole, 1002 and 998, which is good enough; halved, 1001 and 999.
+        ([(0, [501, 501]), (0, [500, 498])], [[(0, (0, 1))], [(1, (0, 1))]]),
+        # The dearest is placed first, its prompt included.
+        ([(3, [2]), (0, [4]), (0, [3])], [[(0, (0,))], [(1, (0,)), (2, (0,))]]),
         # Completions that cost nothing go with their group, or to the rank with the fewest.
         ([(5, [9, 0, 0]), (5, [0, 0]), (5, [0])], [[(0, (0, 1, 2))], [(1, (0, 1)), (2, (0,))]]),
     ],
