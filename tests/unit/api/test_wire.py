@@ -36,7 +36,7 @@ COMPLETIONS = [
     completion([7, 8, 9, 1], [3, 3, 4, 6]),
     completion([2, 2], [4, 4], "length"),
     completion([], [], "abort"),
-    completion(range(300), [4] * 299 + [5]),
+    completion([2] * 300, [4] * 299 + [5], "length"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_fields_are_those_of_vllm():
     assert first["logprobs"]["content"][3]["token_id"] == 1
     assert first["stop_reason"] is None
     without = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=False, eos_token_ids=()))["choices"]
-    assert [choice["stop_reason"] for choice in without] == [1, None, None]  # a stop token of the request
+    assert [choice["stop_reason"] for choice in without] == [1, None, None, None]  # a stop token of the request
     assert without[0]["logprobs"] is None
     assert version_spans(np.zeros(0, dtype=np.int32)) == []
 
