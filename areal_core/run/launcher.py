@@ -29,11 +29,10 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
+from areal_core.launch.heartbeat import Looks, Standstill
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import StopSignal
-from areal_core.launch.watchdog import Looks, Standstill
-from areal_core.run.disk import DiskSpace
-from areal_core.run.folders import Log, run_folder
+from areal_core.run.folders import DiskSpace, Log, run_folder
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare

@@ -21,8 +21,7 @@ from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import check_digests, data_set
 from areal_core.errors import ConfigError
-from areal_core.run.base_model import base_model
-from areal_core.run.folders import Log, run_folder, tracking_uri
+from areal_core.run.folders import Log, base_model, run_folder, tracking_uri
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.storage import checkpoint, durable

@@ -29,7 +29,7 @@ from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
-from areal_core.run.machine import check_packages
+from areal_core.run.preflight import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
 from areal_core.run.remote.share import GENERATION, TRAINER, Share, places

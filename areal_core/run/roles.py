@@ -10,8 +10,11 @@ remote_rewards      reward workers of a remote worker, in one process
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +25,6 @@ from areal_core.errors import ConfigError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.process import SPENT
 from areal_core.launch.supervisor import RoleSpec
-from areal_core.run.machine import interpreter, python, visible_gpus
 from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
@@ -105,6 +107,23 @@ def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
     """The host of `count` reward workers of this machine, in the run's places from `first` on."""
     where = ("--run-dir", run.root, "--first", first, "--workers", count)
     return RoleSpec(name="rewards", argv=lambda _: python("areal_core.rewards.host", *where), first=first, exits=False)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has it; all of the machine's where it is unset."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def interpreter(path: str | None) -> str:
+    """The Python that runs vLLM: a path, from the working directory, or this one."""
+    return sys.executable if path is None else os.path.abspath(path)  # not resolved: a venv's is a link
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """The command line of a module of this package, run by this interpreter."""
+    return [sys.executable, "-m", module, *map(str, arguments)]
 
 
 def interface(address: str) -> str:

@@ -33,9 +33,8 @@ from areal_core.launch import heartbeat
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
-from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
-from areal_core.run.remote.share import FIRST_RANK, GENERATION, REWARDS, TRAINER, Owned, Share, owned
+from areal_core.run.remote.share import FIRST_RANK, GENERATION, GONE_S, REWARDS, TRAINER, Owned, Share, owned
 from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
 from areal_core.storage import lease

@@ -36,8 +36,7 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
-from areal_core.run.remote.nodes import Nodes, Said, TakenError
-from areal_core.run.remote.share import FIRST_RANK, LOGS, Owned
+from areal_core.run.remote.share import FIRST_RANK, LOGS, Nodes, Owned, Said, TakenError
 from areal_core.run.remote.stager import VersionCache
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from areal_core.launch.restarts import RestartBudget
+from areal_core.launch.supervisor import RestartBudget
 
 
 def test_restarts_come_back_one_by_one_and_no_more_than_there_were() -> None:

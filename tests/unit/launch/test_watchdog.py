@@ -9,8 +9,7 @@ from pathlib import Path
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat
-from areal_core.launch.watchdog import Looks, Standstill, Watchdog, chain, kernel_state
+from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, chain, kernel_state
 
 LAUNCH = LaunchConfig(liveness_timeout_s=6.0, stall_timeout_s=20.0)
 BUSY = Heartbeat(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)

@@ -11,9 +11,16 @@ import pytest
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.footprint import GIB, MARGIN, SLEEPING, check_footprint, footprint
-from areal_core.planning.memory import training_pass, training_state
-from areal_core.planning.qwen import SPECS
+from areal_core.planning.footprint import (
+    GIB,
+    MARGIN,
+    SLEEPING,
+    check_footprint,
+    footprint,
+    training_pass,
+    training_state,
+)
+from areal_core.planning.time_model import SPECS
 
 SPEC = SPECS["7b"]  # of 7,615,616,512 parameters
 EIGHTY = 80 * GIB

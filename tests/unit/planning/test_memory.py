@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_core.config.schema import RunConfig, load
 from areal_core.models.folders import init_weights
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.memory import (
+from areal_core.planning.footprint import (
     LOGITS_AT_ONCE,
     completion_bytes,
     layer_parameters,
@@ -22,7 +22,7 @@ from areal_core.planning.memory import (
     training_pass,
     training_state,
 )
-from areal_core.planning.qwen import SPECS
+from areal_core.planning.time_model import SPECS
 from areal_core.training.batching.packing import Packed, pack
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model import attention, forward, pointwise

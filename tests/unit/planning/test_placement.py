@@ -9,7 +9,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.planning.placement import check_placement
+from areal_core.planning.footprint import check_placement
 from tests.support.models import SPEC
 
 FORTY = dataclasses.replace(SPEC, heads=40, kv_heads=8)

@@ -11,7 +11,7 @@ from areal_core.config.schema import load
 from areal_core.errors import ModelError, ProcessError
 from areal_core.launch.supervisor import FileLock
 from areal_core.models import gguf
-from areal_core.run import base_model as module
+from areal_core.run import folders as module
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
 from areal_core.training.recipe import cache_key

@@ -12,7 +12,7 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.errors import StorageError
-from areal_core.run.disk import DiskSpace
+from areal_core.run.folders import DiskSpace
 from areal_core.storage.rundir import RunDir
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+from areal_core.run.machine import check_packages, device_memory
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.folders import init_weights, write_model
-from areal_core.run import machine
-from areal_core.run.machine import check_packages, device_memory
+from areal_core.run import preflight as machine
 from areal_core.run.preflight import preflight
 from tests.support.chat import chat_folder
 from tests.support.models import SPEC

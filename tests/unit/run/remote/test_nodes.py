@@ -10,7 +10,7 @@ import pytest
 from areal_core.errors import ConfigError
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
-from areal_core.run.remote.nodes import GONE_S, Nodes, Said, TakenError
+from areal_core.run.remote.share import GONE_S, Nodes, Said, TakenError
 from tests.support.remote import HeadNode
 
 
