@@ -164,31 +164,22 @@ class Watchdog:
 
     def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
         self._file, self._pid, self._launch = file, pid, launch
-        self._last: Heartbeat | None = None
+        self.last: Heartbeat | None = None
         self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
         self.still_s = 0.0  # since it has last got on
 
-    @property
-    def has_heartbeat(self) -> bool:
-        return self._last is not None
-
     def look(self, elapsed_s: float) -> str | None:
         """How it hangs, in words that follow its name; None while it does not. `elapsed_s`: since the last look."""
-        now, before = read(self._file), self._last
+        now, before = read(self._file), self.last
         if now is None or now.pid != self._pid:
             now = before  # none yet, or half written
-        if now is None:
-            return None
-        self._last = now
-        if before is None:
+        self.last = now
+        if now is None or before is None:
             return None
         self._silent_s = self._silent_s + elapsed_s if now.beats == before.beats else 0.0
         heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # of one that is silent no more is known
         self._loop_s = self._loop_s + heard_s if now.turns == before.turns else 0.0
         self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
-        return self._hangs(now)
-
-    def _hangs(self, now: Heartbeat) -> str | None:
         liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
         state, said = kernel_state(self._pid), described(now)
         if self._silent_s > liveness_s:
@@ -256,10 +247,6 @@ def kernel_state(pid: int) -> str:
     except OSError:
         return "gone"
     return next(line.removeprefix("State:").strip() for line in lines if line.startswith("State:"))
-
-
-def is_stopped(pid: int) -> bool:
-    return kernel_state(pid).startswith(("T", "t"))
 
 
 def chain(heartbeats: Mapping[str, Heartbeat], first: str) -> str:

@@ -68,18 +68,18 @@ class Footprint:
 
     config: RunConfig
     needs: tuple[Need, ...]
-    completions: int  # of full length that the KV cache of one server holds at once
-    context: int  # tokens of such a completion, its prompt included
+    completions: int  # of full length, prompt included, that the KV cache of one server holds at once
 
     def table(self) -> str:
         """The plan as text, a line for each kind of process."""
         its, launch = self.config, self.config.launch
+        context = its.task.max_prompt_tokens + its.task.max_new_tokens
         machines = -(-launch.devices // (launch.devices_per_host or launch.devices))
         link = "then" if its.mode == "sync" else "and"
         lines = [
             f"{machines} machine{'s' * (machines > 1)}: {its.generation_servers} x {its.devices_per_server} GPUs "
             f"generate, {link} {its.training_ranks} train; the KV cache of a server holds {self.completions} "
-            f"completions of {self.context} tokens"
+            f"completions of {context} tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -104,7 +104,6 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     """What each kind of process needs of a device. Raises ConfigError for what can't be placed."""
     check_placement(config, spec)
     memory = memory_bytes_per_device
-    context = config.task.max_prompt_tokens + config.task.max_new_tokens
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
     needs: tuple[Need, ...]
     if config.mode == "async":
@@ -115,12 +114,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
         )
     else:
         needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
-    return Footprint(
-        config=config,
-        needs=needs,
-        completions=full_completions(config, spec, memory),
-        context=context,
-    )
+    return Footprint(config=config, needs=needs, completions=full_completions(config, spec, memory))
 
 
 def _training_remedy(config: RunConfig, spec: ModelSpec, state: Parts, run: Parts, available: float) -> tuple[str, str]:
@@ -232,16 +226,12 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
                 f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
                 f"got {config.training_ranks}"
             )
-    if config.generation_traits.own_server:
-        _check_heads(vllm.tensor_parallel, spec)
-
-
-def _check_heads(tensor_parallel: int, spec: ModelSpec) -> None:
-    """As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs."""
-    if spec.heads % tensor_parallel or (spec.kv_heads % tensor_parallel and tensor_parallel % spec.kv_heads):
+    # As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs.
+    degree = _degree(config)
+    if spec.heads % degree or (spec.kv_heads % degree and degree % spec.kv_heads):
         raise ConfigError(
             f"generation.vllm.tensor_parallel: must divide the model's {spec.heads} heads, and divide its "
-            f"{spec.kv_heads} key-value heads or be a multiple of them, got {tensor_parallel}"
+            f"{spec.kv_heads} key-value heads or be a multiple of them, got {degree}"
         )
 
 

@@ -57,7 +57,9 @@ def prepare(
     Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
     warm-up of the base model fails or the run is running already.
     """
-    run_id = run_id or _new_run_id(config.label)
+    if not run_id:
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", config.label).strip("-") or "run"
+        run_id = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run = run_folder(config, check_file_name("run_id", run_id))
     resumed = (run.root / "run.json").exists()
     if resumed:
@@ -119,11 +121,6 @@ def _extends(run: RunDir, config: RunConfig) -> bool:
     before, steps = run.config(), json.loads(run.summary.read_text())["steps"]
     other_end = (config.training.steps, config.stop) != (before.training.steps, before.stop)
     return other_end and config.training.steps > steps
-
-
-def _new_run_id(name: str) -> str:
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "run"
-    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> tuple[str | None, str | None]:

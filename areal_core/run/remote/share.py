@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -55,28 +55,26 @@ class Share:
 
     def settled(self, config: RunConfig) -> Share:
         """With its count. Raises ConfigError for what is no share of the run."""
+        count = self.count or 1
         if self.role == REWARDS:  # beside those of the controller's machine, whatever the run has
-            if self.first + (count := self.count or 1) > _MOST_WORKERS:
+            if self.first + count > _MOST_WORKERS:
                 raise ConfigError(f"--workers: all machines may have {_MOST_WORKERS}, got {self.first + count}")
-            return Share(role=self.role, first=self.first, count=count)
-        if self.role not in config.remote_roles:
+        elif self.role not in config.remote_roles:
             raise ConfigError(
                 f"launch.remote_roles: must be {self.role} or both for another machine to take that role over, "
                 f"got {config.launch.remote_roles!r}"
             )
-        if self.role == TRAINER:
-            least = int(config.launch.head_trains)
+        elif self.role == TRAINER:
+            count, least = 1, int(config.launch.head_trains)
             if not least <= self.first < config.training.hosts:
                 why = ", as training.hosts counts the head node, which is 0" if least else ""
                 raise ConfigError(f"--node: must be from {least} to {config.training.hosts - 1}{why}, got {self.first}")
-            return Share(role=self.role, first=self.first, count=1)
-        count = self.count or config.generation_servers
-        if self.first + count > config.generation_servers:
+        elif self.first + (count := self.count or config.generation_servers) > config.generation_servers:
             raise ConfigError(
                 f"--first: servers {self.first} to {self.first + count - 1} are more than the run has, "
                 f"{config.generation_servers} (generation.servers); --servers says how many are here"
             )
-        return Share(role=self.role, first=self.first, count=count)
+        return replace(self, count=count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,12 @@ class Owned:
 
     processes: frozenset[str]  # that announce themselves and have a heartbeat: generation-0, trainer-1
     files: frozenset[tuple[str, str]]  # that they and their remote worker append to: folder and name
+
+
+def role_and_index(process: str) -> tuple[str, int]:
+    """Of "trainer-1"."""
+    role, _, index = process.rpartition("-")
+    return role, int(index)
 
 
 def places(config: RunConfig, share: Share) -> range:
@@ -192,12 +196,12 @@ class Nodes:
 
     def _write(self, its: Owned, said: Said) -> None:
         for process in its.processes:
-            role, _, index = process.rpartition("-")
-            file, beats = self._run.ready_file(role, int(index)), self._run.heartbeat_file(role, int(index))
+            role, index = role_and_index(process)
+            file, beats = self._run.ready_file(role, index), self._run.heartbeat_file(role, index)
             announced, beating = said.ready.get(process), said.heartbeats.get(process)
             if announced is None or said.over:
                 file.unlink(missing_ok=True)
-            elif self._run.ready_info(role, int(index)) != (values := msgspec.structs.asdict(announced)):
+            elif self._run.ready_info(role, index) != (values := msgspec.structs.asdict(announced)):
                 write_json(file, values)
             if beating is None or said.over:
                 beats.unlink(missing_ok=True)

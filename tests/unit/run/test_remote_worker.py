@@ -22,7 +22,7 @@ from areal_core.run import registration
 from areal_core.run import remote_worker as command
 from areal_core.run.remote import copied
 from areal_core.run.remote_worker import CopiedFolder, RemoteWorker, Share
-from areal_core.run.roles import remote_generation
+from areal_core.run.roles import generation
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.remote import PATIENCE_S, HeadNode, wait_for
 
@@ -58,7 +58,6 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["generation"], "the following arguments are required: --head, --token-file, --folder, --address"),
         (["trainer"], "the following arguments are required: --head, --token-file, --folder, --address, --node"),
         (
             ["generation", "OPTIONS", "--address", "here"],
@@ -70,10 +69,6 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
             "--address: no network interface of this machine has 203.0.113.9",
         ),
         (
-            ["trainer", "OPTIONS", "--node", "2"],
-            "--node: must be from 1 to 1, as training.hosts counts the head node, which is 0, got 2",
-        ),
-        (
             ["generation", "OPTIONS", "--first", "1"],
             "--first: servers 1 to 2 are more than the run has, 2 (generation.servers)",
         ),
@@ -82,7 +77,6 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
             "argument --servers: must be a whole number, 1 at least, got '0'",
         ),
         (["generation", "OPTIONS", "--token-file", "nowhere"], "--token-file: can't read nowhere"),
-        (["generation", "OPTIONS", "--head", "10.0.0.1:1"], "--head: must be the URL of the head node's data server"),
         (["generation", "OPTIONS", "--head", "http://a:b@10.0.0.1:1"], "--head: must hold no user or"),
         (
             ["generation", "OPTIONS", "--head", "http://127.0.0.1:1", "--wait", "0.1"],
@@ -129,9 +123,9 @@ class Part:
             def argv(index: int) -> list[str]:
                 return [sys.executable, "-c", SERVER, str(run.ready_file("generation", index)), server]
 
-            return dataclasses.replace(remote_generation(run, *arguments, **options), argv=argv)
+            return dataclasses.replace(generation(run, *arguments, **options), argv=argv)
 
-        patch.setattr(command, "remote_generation", spec)
+        patch.setattr(command, "generation", spec)
         self.lines: list[str] = []
         self.run = RunDir(folder / "runs" / "r")
         share = Share(role="generation", count=count)
@@ -202,13 +196,6 @@ def test_a_lost_server_is_started_again_though_another_one_is_slow_to_join(
     registered = len(controller.joined)
     wait_for(lambda: len(controller.joined) > registered)  # the slow one is registered again
     assert {name for name, _ in controller.joined[registered:]} == {"generation-0"}
-
-
-def test_a_run_that_ends_without_a_summary(head_node: HeadNode, part: Callable[..., Part]) -> None:
-    played = part()
-    played.info()
-    head_node.files.ended = "otherwise"
-    assert str(played.end()) == "run r has ended and left no summary"
 
 
 def test_a_machine_whose_restarts_are_spent(head_node: HeadNode, part: Callable[..., Part]) -> None:
