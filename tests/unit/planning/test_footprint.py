@@ -104,16 +104,6 @@ def test_a_trajectory_that_is_too_long_for_a_rank_is_refused_with_the_longest_th
     assert refusal(long(new + 1)).startswith(f"task.max_new_tokens: {who} needs ")
 
 
-def test_a_micro_batch_of_several_trajectories_gives_way_first() -> None:
-    def packed(tokens: int) -> RunConfig:
-        return config(training={"ranks": 4, "microbatch_tokens": tokens})
-
-    found = re.search(r"lower it, to (\d+) at the most and 8192 at the least$", refusal(packed(131072)))
-    assert found is not None
-    check_footprint(packed(int(found[1])), SPEC, EIGHTY)
-    assert refusal(packed(int(found[1]) + 1)).startswith("training.microbatch_tokens: rank needs ")
-
-
 def test_a_reference_model_is_counted() -> None:
     without, beside = (
         footprint(config(training={"ranks": 4}, algorithm={"kl_coef": kl}), SPEC, EIGHTY).needs[0].parts
@@ -169,9 +159,6 @@ def test_a_server_that_sleeps_gives_its_memory_to_the_rank() -> None:
     assert training.parts == state | run | {"sleeping server": SLEEPING, "margin": MARGIN * EIGHTY}
     assert generating.parts == state | {"server": 20 * GIB, "margin": MARGIN * EIGHTY}
     assert server.limit == 20 * GIB
-
-
-def test_a_server_takes_more_than_the_rank_leaves() -> None:
     assert refusal(shared(sleep=True), spec=SMALL) == (  # 0.85 of 80 GiB
         "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 too many: weights 3.8, "
         "gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
@@ -197,74 +184,44 @@ def test_the_table_says_what_does_not_fit() -> None:
 FORTY = dataclasses.replace(SPEC, heads=40, kv_heads=8)
 
 
-def placed(launch: dict[str, Any], *, mode: str = "async", ranks: int | None = None, **vllm: int) -> RunConfig:
+def placed(devices: int, per_host: int | None, ranks: int | None, tensor: int, data: int = 1, **top: str) -> RunConfig:
     return load(
         {
-            "mode": mode,
-            "generation": {"engine": "vllm", "vllm": vllm},
+            "generation": {"engine": "vllm", "vllm": {"tensor_parallel": tensor, "data_parallel": data}},
             "training": {"ranks": ranks},
-            "launch": {"accelerator": "cuda"} | launch,
+            "launch": {"accelerator": "cuda", "devices": devices, "devices_per_host": per_host},
         }
+        | top
     )
 
 
-@pytest.mark.parametrize(
-    ("launch", "mode", "ranks", "vllm"),
-    [
-        ({"devices": 16, "devices_per_host": 8}, "async", 8, {"tensor_parallel": 4}),
-        ({"devices": 7}, "async", 1, {"tensor_parallel": 2}),  # of one machine groups may have any size
-        ({"devices": 8, "devices_per_host": 8}, "sync", None, {"tensor_parallel": 2}),  # servers and ranks share
-    ],
-)
-def test_what_can_be_placed(launch: dict[str, Any], mode: str, ranks: int | None, vllm: dict[str, int]) -> None:
-    check_placement(placed(launch, mode=mode, ranks=ranks, **vllm), FORTY)
+def test_what_can_be_placed() -> None:
+    check_placement(placed(16, 8, 8, 4), FORTY)
+    check_placement(placed(7, None, 1, 2), FORTY)  # of one machine groups may have any size
+    check_placement(placed(8, 8, None, 2, mode="sync"), FORTY)  # servers and ranks share
+
+
+HOST = "launch.devices_per_host (8)"
+HEADS = "must divide the model's 40 heads, and divide its 8 key-value heads or be a multiple of them, got"
 
 
 @pytest.mark.parametrize(
-    ("launch", "ranks", "vllm", "said"),
+    ("devices", "ranks", "tensor", "data", "said"),
     [
-        ((12, 8), 4, {}, "launch.devices: must be a multiple of launch.devices_per_host (8), got 12"),
+        (12, 4, 1, 1, f"launch.devices: must be a multiple of {HOST}, got 12"),
+        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: must divide {HOST}, so that no group straddles two machines,"),
         (
-            (16, 8),
+            24,
             8,
-            {"tensor_parallel": 5},
-            "generation.vllm.tensor_parallel: must divide launch.devices_per_host (8), so that no group straddles two "
-            "machines, got 5",
-        ),
-        (
-            (24, 8),
-            8,
-            {"tensor_parallel": 4, "data_parallel": 3},
-            "generation.vllm.data_parallel: with tensor_parallel=4 a server takes 12 GPUs, which must divide "
-            "launch.devices_per_host (8); got 3",
-        ),
-        (
-            (16, 8),
             4,
-            {},
-            "training.ranks: must be a multiple of launch.devices_per_host (8), so that ranks fill whole machines, "
-            "got 4",
+            3,
+            "generation.vllm.data_parallel: with tensor_parallel=4 a server takes 12 GPUs, which must divide",
         ),
-        (
-            (8, None),
-            1,
-            {"tensor_parallel": 3},
-            "generation.vllm.tensor_parallel: must divide the model's 40 heads, and divide its 8 key-value heads or be "
-            "a multiple of them, got 3",
-        ),
-        (
-            (8, None),
-            1,
-            {"tensor_parallel": 5},
-            "generation.vllm.tensor_parallel: must divide the model's 40 heads, and divide its 8 key-value heads or be "
-            "a multiple of them, got 5",
-        ),
-        # Refused as the configuration is loaded:
-        ((8, 8), 7, {"tensor_parallel": 2}, "launch.devices: must be at least 9 (2 GPUs generate and 7 train), got 8"),
-        ((4, 8), 1, {"tensor_parallel": 8}, "launch.devices: must be at least 9 (8 GPUs generate and 1 train), got 4"),
+        (16, 4, 1, 1, f"training.ranks: must be a multiple of {HOST}, so that ranks fill whole machines, got 4"),
+        (8, 1, 3, 1, f"generation.vllm.tensor_parallel: {HEADS} 3"),
+        (8, 1, 5, 1, f"generation.vllm.tensor_parallel: {HEADS} 5"),
     ],
 )
-def test_what_can_not_be_placed(launch: tuple[int, int | None], ranks: int, vllm: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_placement(placed({"devices": launch[0], "devices_per_host": launch[1]}, ranks=ranks, **vllm), FORTY)
-    assert str(caught.value) == said
+def test_what_can_not_be_placed(devices: int, ranks: int, tensor: int, data: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        check_placement(placed(devices, 8, ranks, tensor, data), FORTY)

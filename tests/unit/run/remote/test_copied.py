@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,6 @@ class Node:
     def take(self, share: Share = GENERATION) -> Place:
         config = self.copy.find(1.0, self.stop)
         assert config is not None
-        self.config = config
         self.beside = Supervision(self.copy.run, config.launch, log=print, forward=print, end=self.stop.set)
         return self._open.enter_context(self.copy.taken(share, config, "127.0.0.1", beside=self.beside, stop=self.stop))
 
@@ -79,11 +77,8 @@ def test_a_copy_has_what_processes_read(head_node: HeadNode, node: Callable[...,
     run = machine.take().run
     assert run.root == machine.folder / "runs" / "r"
     assert run.token() == head_node.run.token()
-    assert stat.S_IMODE(run.token_file.stat().st_mode) == 0o600
-    assert run.config() == machine.config
-    assert machine.config == dataclasses.replace(head_node.config, state_dir=str(machine.folder))
-    info, its = run.info(), head_node.run.info()
-    assert info == dataclasses.replace(its, model_path=str(run.root / "model"))
+    assert run.config() == dataclasses.replace(head_node.config, state_dir=str(machine.folder))
+    assert run.info() == dataclasses.replace(head_node.run.info(), model_path=str(run.root / "model"))
     for file in head_node.model.iterdir():
         assert (run.root / "model" / file.name).read_bytes() == file.read_bytes()
 
