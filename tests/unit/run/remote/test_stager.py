@@ -135,7 +135,7 @@ async def test_its_route(stager: Stager, fetching: Fetching, head_node: HeadNode
         async with aiohttp.ClientSession() as session:
 
             async def asked(body: object, token: str | None = "token", path: str = "/stage") -> tuple[int, str]:
-                sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+                sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
                 async with session.post(f"{url}{path}", headers=authorization(token), **sent) as response:
                     return response.status, await response.text()
 
