@@ -26,8 +26,7 @@ from areal_core.errors import ArealError
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.models.tensorfile import mapped_tensors
-from areal_core.planning.qwen import SPECS
-from areal_core.planning.time_model import ModelCost
+from areal_core.planning.time_model import SPECS, ModelCost
 from areal_core.training.batching.partition import Part
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine

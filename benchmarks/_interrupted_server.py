@@ -23,7 +23,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.arithmetic import training_chain
 from areal_core.models.tokenizer import char_tokenizer
-from areal_core.run import base_model
+from areal_core.run.folders import base_model
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks._harness import in_turns
@@ -38,7 +38,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Generated tokens a second of every arm in every round; who goes first changes from round to round."""
     cores = sorted(os.sched_getaffinity(0))
-    base = base_model.base_model(config, log)
+    base = base_model(config, log)
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory(prefix="areal-interruption-") as folder:
         scratch = Path(folder)

@@ -45,7 +45,7 @@ from areal_core.environments.environment import EnvContext
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
-from areal_core.planning.qwen import SPECS
+from areal_core.planning.time_model import SPECS
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.flops import training_cost

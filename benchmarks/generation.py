@@ -55,7 +55,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run import base_model
+from areal_core.run.folders import base_model
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks import _harness
@@ -225,7 +225,7 @@ class Bench:
 
     def __init__(self, configs: Mapping[str, RunConfig], scratch: Path, core: int, stack: contextlib.ExitStack) -> None:
         self._core, self._scratch, self._stack = core, scratch, stack
-        folders = {name: base_model.base_model(config, _harness.tell) for name, config in configs.items()}
+        folders = {name: base_model(config, _harness.tell) for name, config in configs.items()}
         self.spec = read_spec(folders["default"])
         long = _with_context(folders["default"], scratch / "long", _LONG_CONTEXT)
         self.load = _load(configs["default"], folders["default"])

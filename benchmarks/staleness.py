@@ -44,7 +44,7 @@ from areal_core.errors import ConfigError
 from areal_core.models.folders import read_weights
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run.base_model import base_model
+from areal_core.run.folders import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights
 from areal_core.training.batching.partition import GroupCost, shard

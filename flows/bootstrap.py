@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig
-from areal_core.run.machine import visible_gpus
+from areal_core.run.roles import visible_gpus
 from areal_core.storage.durable import free_inodes
 
 _GIB = 2**30

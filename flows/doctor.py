@@ -26,8 +26,8 @@ from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.spec import check_folder
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run.base_model import model_folder
 from areal_core.run.command import run_command
+from areal_core.run.folders import model_folder
 from flows import stack
 from flows.benchmarks import EXPERIMENT
 from flows.compose import compose, quoted

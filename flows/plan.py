@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.planning.footprint import check_footprint, footprint
-from areal_core.planning.qwen import SPECS
+from areal_core.planning.time_model import SPECS
 from areal_core.run.command import Parser, run_command
-from areal_core.run.machine import device_memory
+from areal_core.run.preflight import device_memory
 from flows.compose import compose
 
 _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for

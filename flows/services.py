@@ -81,7 +81,7 @@ class Services:
         the time to end in order."""
         self._services.remove(service)
         ending = service.process
-        ending.terminate()
+        ending.send(signal.SIGTERM)
         poll([ending.pidfd], service.grace_s)
         if service.sessions:
             others = {os.getpid(), *(left.process.pid for left in self._services)}

@@ -144,7 +144,7 @@ class Launch:
 
     def stop(self, *, at_once: bool = False) -> None:
         """End everything that it started, in order or `at_once`, and wait until that is done."""
-        (self._process.kill if at_once else self._process.terminate)()
+        self._process.send(signal.SIGKILL if at_once else signal.SIGTERM)
         self._process.status()
         end_marked(f"{MARK}={self._mark}", 0.0 if at_once else ORPHAN_GRACE_S + GRACE_S)  # in order, it leaves none
         self._process.reap()

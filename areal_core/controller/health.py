@@ -7,7 +7,7 @@
     stall               no version is new for long, although every process works, as where all groups are dropped
     idle                nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
 
-What ends processes that hang is `areal_core.launch.watchdog`; here nothing is ended. An alert is logged, stands in the
+What ends processes that hang is `areal_core.launch.heartbeat`; here nothing is ended. An alert is logged, stands in the
 status, and it is for the control plane to act on it.
 """
 

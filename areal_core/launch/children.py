@@ -35,15 +35,8 @@ class Child:
     def pid(self) -> int:
         return self.popen.pid
 
-    def terminate(self) -> None:
-        """SIGTERM. Not `Popen.terminate`, which may collect it: its number must stay its own until `reap`."""
-        self.send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL, which not even a stopped process outlives."""
-        self.send(signal.SIGKILL)
-
     def send(self, signum: signal.Signals) -> None:
+        """A signal. Not `Popen.send_signal`, which may collect it: its number must stay its own until `reap`."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self.pidfd, signum)
 
@@ -55,8 +48,7 @@ class Child:
 
     def reap(self) -> int:
         """Kill what is left of its process group, collect it, and close the lifeline of its descendants in other
-        sessions;
-        returns its exit status."""
+        sessions; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         sweeper.remove(self.pid)

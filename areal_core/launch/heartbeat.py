@@ -1,10 +1,18 @@
-"""The heartbeat of a process: a small file, `heartbeat/<role>-<index>`, which a thread writes once a second.
+"""The heartbeat of a process, and the launcher's watchdogs, which find a process that is stopped or hangs.
 
     main loop --say, waiting, progressed: in memory--> the beat's thread --a record a second--> file
 
-Each record is a beat: a process that is stopped, or that the kernel holds, has none. What it says of its work costs the
-main loop nothing. The launcher's side is `areal_core.launch.watchdog`; it compares records with earlier ones, so that
-clocks of several machines don't matter.
+The file is small: `heartbeat/<role>-<index>`. Each record is a beat: a process that is stopped, or that the kernel
+holds, has none. What it says of its work costs the main loop nothing. Watchdogs compare records with earlier ones, so
+that clocks of several machines don't matter:
+
+    liveness    a process has no beat: it is stopped, or the kernel holds it (launch.liveness_timeout_s)
+    progress    it is busy, and what it says of its work does not change, or its event loop does not turn
+                (launch.stall_timeout_s); one that waits for another owes no progress
+    standstill  all of them wait for each other, and nothing changes (launch.stall_timeout_s)
+
+Silence is counted over looks, each for a few seconds at most: a clock that jumps, or a launcher or a machine that was
+stopped for an hour, makes nobody silent.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +32,18 @@ from typing import Annotated
 
 import msgspec
 
+from areal_core.config.schema import LaunchConfig
+
 FOLDER = "AREAL_HEARTBEATS"  # in the environment: where processes of this run have their files
 WORK = "work"  # what an idle process waits for
 STORE = "the store"
 STARTING = "starting"
 _BEAT_S = 1.0
 _RECORD_BYTES = 512  # room for every record: on a full disk one can still be written over another
-
+SPECTATORS = ("tracker-", "rendezvous-", "files-")  # nothing waits for them
+LOOK_S = 1.0  # between two looks
+_BEATS_S = 5.0  # within which a process that is not silent has a beat
+_LOOK_MOST_S = 3.0  # that one look may count for
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]  # bounds are for records that another machine sends
 Text = Annotated[str, msgspec.Meta(max_length=200)]
@@ -128,3 +141,131 @@ def write(file: Path, heartbeat: Heartbeat) -> None:
 
 def _turn() -> None:
     _said.turns = (_said.turns or 0) + 1
+
+
+class Looks:
+    """When to look, and the seconds since the look before, as far as they count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def elapsed(self) -> float:
+        """0 while it is too early for another look."""
+        now = self._clock()
+        if now - self._last < LOOK_S:
+            return 0.0
+        self._last, elapsed = now, now - self._last
+        return min(elapsed, _LOOK_MOST_S)
+
+
+class Watchdog:
+    """Watches one process from its start on. Says nothing of one that has never had a heartbeat."""
+
+    def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
+        self._file, self._pid, self._launch = file, pid, launch
+        self.last: Heartbeat | None = None
+        self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
+        self.still_s = 0.0  # since it has last got on
+
+    def look(self, elapsed_s: float) -> str | None:
+        """How it hangs, in words that follow its name; None while it does not. `elapsed_s`: since the last look."""
+        now, before = read(self._file), self.last
+        if now is None or now.pid != self._pid:
+            now = before  # none yet, or half written
+        self.last = now
+        if now is None or before is None:
+            return None
+        self._silent_s = self._silent_s + elapsed_s if now.beats == before.beats else 0.0
+        heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # of one that is silent no more is known
+        self._loop_s = self._loop_s + heard_s if now.turns == before.turns else 0.0
+        self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
+        liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
+        state, said = kernel_state(self._pid), described(now)
+        if self._silent_s > liveness_s:
+            return f"has given no sign of life for {liveness_s:g} s (launch.liveness_timeout_s): {state}; {said}"
+        if now.turns is not None and self._loop_s > stall_s:
+            how = f"has an event loop that stands still for {stall_s:g} s (launch.stall_timeout_s)"
+        elif now.waits_for is None and self.still_s > stall_s:
+            how = f"has made no progress for {stall_s:g} s (launch.stall_timeout_s)"
+        else:
+            return None
+        return f"{how}: {state}; {said} since {self.still_s:.0f} s"
+
+
+class Standstill:
+    """Watches all processes of a run, on whatever machine, by their heartbeats in its folder."""
+
+    def __init__(self, folder: Path, launch: LaunchConfig) -> None:
+        self._folder, self._launch = folder, launch
+        self._beats: dict[str, tuple[int, float]] = {}  # of every process the last one, and the seconds since
+        self._last: dict[str, tuple[int, int]] = {}  # pid and progress
+        self._still_s = 0.0
+
+    def look(self, elapsed_s: float) -> str | None:
+        """How the run stands still; None while it does not. One process that is busy, silent or waiting for the store
+        is enough for that: the first two have watchdogs of their own, and the store's requests have bounds."""
+        heartbeats = self._alive(elapsed_s)
+        waits = all(
+            said.waits_for not in (None, STORE) and self._beats[name][1] <= _BEATS_S
+            for name, said in heartbeats.items()
+        )
+        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in heartbeats.items()}
+        self._still_s = self._still_s + elapsed_s if heartbeats and waits and self._last == before else 0.0
+        if self._still_s <= self._launch.stall_timeout_s:
+            return None
+        first = "trainer-0" if "trainer-0" in heartbeats else "controller-0"
+        return (
+            f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): "
+            f"{chain(heartbeats, first)}"
+        )
+
+    def _alive(self, elapsed_s: float) -> dict[str, Heartbeat]:
+        """Those whose last beat is not too old, but for spectators."""
+        living: dict[str, Heartbeat] = {}
+        for file in self._folder.iterdir():
+            name, said = file.name, read(file)
+            if said is None or name.startswith(SPECTATORS):
+                continue
+            beats, silent_s = self._beats.get(name, (0, 0.0))
+            silent_s = silent_s + elapsed_s if said.beats == beats else 0.0
+            self._beats[name] = said.beats, silent_s
+            if silent_s <= self._launch.liveness_timeout_s:
+                living[name] = said
+        return living
+
+
+def described(said: Heartbeat) -> str:
+    """What a process has said of itself, in words."""
+    return said.doing if said.waits_for is None else f"{said.doing}, waiting for {said.waits_for}"
+
+
+def kernel_state(pid: int) -> str:
+    """The state of a process of this machine, as the kernel has it: "T (stopped)"; "gone" where it has none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next(line.removeprefix("State:").strip() for line in lines if line.startswith("State:"))
+
+
+def chain(heartbeats: Mapping[str, Heartbeat], first: str) -> str:
+    """The chain of who waits for whom, from the process `first` on, in words; its last link is what stands still.
+
+    `heartbeats` by the names of processes. A part of the run that several processes are, "generation", is the first of
+    them that is busy, or the first.
+    """
+    links: list[str] = []
+    name: str | None = first
+    while name is not None and name in heartbeats and all(not link.startswith(f"{name} ") for link in links):
+        said = heartbeats[name]
+        links.append(f"{name} {described(said)}")
+        name = _meant(said.waits_for, heartbeats)
+    return "; ".join(links)
+
+
+def _meant(waits_for: str | None, heartbeats: Mapping[str, Heartbeat]) -> str | None:
+    if waits_for is None or waits_for in heartbeats:
+        return waits_for
+    ones = sorted(name for name in heartbeats if name.rpartition("-")[0] == waits_for)
+    return next((name for name in ones if heartbeats[name].waits_for is None), ones[0] if ones else None)

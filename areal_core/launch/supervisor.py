@@ -14,6 +14,7 @@ import fcntl
 import math
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -23,10 +24,45 @@ from typing import Any
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError, UserCodeError
 from areal_core.launch import children, heartbeat, logs, process
-from areal_core.launch.restarts import RestartBudget
+from areal_core.launch.heartbeat import Looks, Watchdog, kernel_state
 from areal_core.launch.sweeper import end_marked, poll
-from areal_core.launch.watchdog import Looks, Watchdog, is_stopped
 from areal_core.storage.rundir import RunDir
+
+
+class RestartBudget:
+    """Restarts of one process: `most` of them at once, and one comes back every `refill_s`, in monotonic time."""
+
+    def __init__(self, most: int, refill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = most
+        self.total = 0  # taken so far
+        self._refill_s = refill_s
+        self._clock = clock
+        self._left, self._at = float(most), clock()
+
+    def take(self) -> bool:
+        """Take one, if there is one."""
+        self._refill()
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        self.total += 1
+        return True
+
+    @property
+    def spent(self) -> int:
+        """Those that have not come back."""
+        return self.most - math.floor(self._left)
+
+    def next_s(self) -> float:
+        """Seconds until there is one; infinite where there never is."""
+        self._refill()
+        return max(0.0, 1.0 - self._left) * self._refill_s if self.most else math.inf
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(float(self.most), self._left + (now - self._at) / self._refill_s)
+        self._at = now
+
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
 
@@ -183,7 +219,7 @@ class Supervisor:
                 self._look_for_hung()
         finally:
             for child in self._children.values():
-                if self.explains and child.ready and child.watchdog.has_heartbeat:
+                if self.explains and child.ready and child.watchdog.last is not None:
                     self._stacks(child)
             try:
                 self._terminate(list(self._children.values()))
@@ -244,14 +280,14 @@ class Supervisor:
         if hung:
             child, how = max(hung, key=lambda found: found[0].watchdog.still_s)
             stacks = self._stacks(child)
-            child.process.kill()
+            child.process.send(signal.SIGKILL)
             self._reap(child)
             self._recover(child, f"{how}; {stacks}: killed")
 
     def _stacks(self, child: _Member) -> str:
         """Have a process write the stacks of its threads into its log, within seconds; what became of it. One that has
         a heartbeat has a handler for the signal."""
-        if is_stopped(child.process.pid):
+        if kernel_state(child.process.pid).startswith(("T", "t")):
             return "its stacks can't be told"
         path, deadline = child.process.log.path, time.monotonic() + _STACKS_S
         before = size = path.stat().st_size
@@ -313,7 +349,7 @@ class Supervisor:
     def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
         for child in ending:
-            child.process.terminate()
+            child.process.send(signal.SIGTERM)
         deadline = time.monotonic() + self.launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
         while left:

@@ -89,7 +89,8 @@ def account(
         role = _SERVES.get(span.role, span.role)
         processes[role].add(span.process)
         seconds[role, span.kind] += inside_s
-        if _on_the_cores(span, config):
+        # Reward workers of other machines have cores that `launch.devices` does not count.
+        if span.role != "rewards" or int(span.process.rpartition("-")[2]) < config.rollout.reward_workers:
             cpu_s[role] += inside_s / (span.end_s - span.start_s) * (span.cpu_s or 0.0)
     return Account(
         wall_s=end_s - start_s,
@@ -98,11 +99,6 @@ def account(
         cpu_s=cpu_s,
         occupied=occupied(spans, config, start_s=start_s, end_s=end_s),
     )
-
-
-def _on_the_cores(span: Span, config: RunConfig) -> bool:
-    """Reward workers of other machines have cores that `launch.devices` does not count."""
-    return span.role != "rewards" or int(span.process.rpartition("-")[2]) < config.rollout.reward_workers
 
 
 def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float) -> float:
@@ -240,7 +236,7 @@ def _duration(account: Account, config: RunConfig) -> str:
 
 
 def _count(count: int, name: str) -> str:
-    return f"{count} {name}{'' if count == 1 else 's'}"
+    return f"{count} {name}{'s' * (count != 1)}"
 
 
 def _largest_first(shares: Mapping[str, float]) -> list[tuple[str, float]]:

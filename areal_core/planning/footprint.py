@@ -1,13 +1,19 @@
 """How much memory a run needs of every GPU, by arithmetic: what can't fit is refused before anything starts.
 
-For each kind of process its peak on one GPU, in the terms of `areal_core.planning.memory`, which counts tensors. What
-that leaves out is in `MARGIN`, a share of the device's memory: the CUDA context, workspaces of libraries, buffers of
-collectives, graphs, and what an allocator can't use for fragmentation. So a run that is refused can't be expected to
-work, and one that is accepted may still run out of memory.
+For each kind of process its peak on one GPU. Formulas, each with its source, count tensors: P parameters, N ranks, T
+tokens of a micro-batch (all of `training.microbatch_tokens`), h hidden size, i width of the MLP, q and k widths of all
+query and all key-value heads, V vocabulary, b bytes of a number of `training.dtype`. What that leaves out is in
+`MARGIN`, a share of the device's memory: the CUDA context, workspaces of libraries, buffers of collectives, graphs, and
+what an allocator can't use for fragmentation. So a run that is refused can't be expected to work, and one that is
+accepted may still run out of memory.
+
+Servers take GPUs from the first one on, `tensor_parallel x data_parallel` each; ranks those after them (asynchronous
+mode), or the same ones from the first on (synchronous mode). Machines have `launch.devices_per_host` GPUs each.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +21,21 @@ from dataclasses import dataclass, replace
 from areal_core.config.engines import TRAINING_ENGINES, names
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
+from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.memory import Parts, completion_bytes, server_state, training_pass, training_state
-from areal_core.planning.placement import check_placement
 
 GIB = 2**30
 MARGIN = 0.08  # of a device's memory: what the formulas leave out
 SLEEPING = 2 * GIB  # what a sleeping vLLM keeps of its GPU: context, graphs, workspaces; an assumption
+ADAPTERS_HELD = 2  # by a vLLM server: the newest version's, and of requests that began with the one before
+LOGITS_AT_ONCE = 1 << 27  # elements of the logits that a training pass makes at any moment, at most
+_FLOAT = 4  # bytes of float32
+_BUCKET = 500_000_000  # numbers that DeepSpeed reduces at once; its default
+_LIVE = 1_000_000_000  # gathered numbers that ZeRO 3 may keep at once; DeepSpeed's default
+_SUB_GROUP = 1_000_000_000  # weights that ZeRO 3 updates at once; DeepSpeed's default
+_BATCHED_TOKENS = 8192  # of one step of vLLM on a large GPU; its default
+
+Parts = dict[str, float]  # what needs memory -> bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +68,18 @@ class Footprint:
 
     config: RunConfig
     needs: tuple[Need, ...]
-    completions: int  # of full length that the KV cache of one server holds at once
-    context: int  # tokens of such a completion, its prompt included
+    completions: int  # of full length, prompt included, that the KV cache of one server holds at once
 
     def table(self) -> str:
         """The plan as text, a line for each kind of process."""
         its, launch = self.config, self.config.launch
+        context = its.task.max_prompt_tokens + its.task.max_new_tokens
         machines = -(-launch.devices // (launch.devices_per_host or launch.devices))
         link = "then" if its.mode == "sync" else "and"
         lines = [
             f"{machines} machine{'s' * (machines > 1)}: {its.generation_servers} x {its.devices_per_server} GPUs "
             f"generate, {link} {its.training_ranks} train; the KV cache of a server holds {self.completions} "
-            f"completions of {self.context} tokens"
+            f"completions of {context} tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -90,7 +104,6 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     """What each kind of process needs of a device. Raises ConfigError for what can't be placed."""
     check_placement(config, spec)
     memory = memory_bytes_per_device
-    context = config.task.max_prompt_tokens + config.task.max_new_tokens
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
     needs: tuple[Need, ...]
     if config.mode == "async":
@@ -101,12 +114,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
         )
     else:
         needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
-    return Footprint(
-        config=config,
-        needs=needs,
-        completions=full_completions(config, spec, memory),
-        context=context,
-    )
+    return Footprint(config=config, needs=needs, completions=full_completions(config, spec, memory))
 
 
 def _training_remedy(config: RunConfig, spec: ModelSpec, state: Parts, run: Parts, available: float) -> tuple[str, str]:
@@ -192,3 +200,194 @@ def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run
 
 def _with_margin(parts: Parts, memory: float) -> Parts:
     return parts | {"margin": MARGIN * memory}
+
+
+def check_placement(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
+    straddle two, and for heads that a tensor-parallel group can't partition. A server has no more GPUs than the run."""
+    devices, vllm = config.launch.devices, config.generation.vllm
+    per_host = config.launch.devices_per_host or devices
+    machine = f"launch.devices_per_host ({per_host})"
+    if devices > per_host:
+        if devices % per_host:
+            raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {devices}")
+        if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
+            raise ConfigError(
+                f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
+                f"got {vllm.tensor_parallel}"
+            )
+        if per_host % config.devices_per_server:
+            raise ConfigError(
+                f"generation.vllm.data_parallel: with tensor_parallel={vllm.tensor_parallel} a server takes "
+                f"{config.devices_per_server} GPUs, which must divide {machine}; got {vllm.data_parallel}"
+            )
+        if config.training_ranks % per_host:
+            raise ConfigError(
+                f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
+                f"got {config.training_ranks}"
+            )
+    # As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs.
+    degree = _degree(config)
+    if spec.heads % degree or (spec.kv_heads % degree and degree % spec.kv_heads):
+        raise ConfigError(
+            f"generation.vllm.tensor_parallel: must divide the model's {spec.heads} heads, and divide its "
+            f"{spec.kv_heads} key-value heads or be a multiple of them, got {degree}"
+        )
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = False) -> Parts:
+    """What a rank keeps from step to step. In bfloat16: weights 2 P, gradients 4 P in float32, for the optimiser 12 P,
+    float32 weights and Adam's two moments.
+
+    ZeRO stage 1 partitions the last over N ranks, 2 the gradients too, 3 the weights as well (Rajbhandari et al., 2020,
+    arXiv 1910.02054, section 3.1 and Fig. 1; float32 gradients as in Table 3 of the AReaL paper). At stage 1 and in the
+    torch engine a micro-batch's gradient has 2 P beside those it is added to. In float32 there is no such copy, and
+    where nothing is partitioned the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
+    which layers round as they run: 2 P for the rounded ones. A reference model is a copy more on every rank.
+
+    With an adapter of A parameters (`training.lora`) P is A in all terms but the weights of passes, which are P + A,
+    and the frozen ones are the reference model too, unless they are partitioned.
+    """
+    ranks, count = config.training_ranks, trained_parameters(config, spec)
+    frozen = 0 if config.training.lora.rank is None else spec.parameters
+    stage, number = config.zero_stage, _number(config)
+    rounds = number < _FLOAT and config.training_traits.shards and stage == 0
+    mixed = number < _FLOAT and not rounds
+    gradients = _FLOAT + (number if mixed and stage < 2 else 0)
+    optimiser = _FLOAT * (3 if mixed or stage else 2)
+    return {
+        "weights": ((number + (_FLOAT if rounds else 0)) * count + number * frozen) / (ranks if stage == 3 else 1),
+        "gradients": gradients * count / (ranks if stage >= 2 else 1),
+        "optimiser": optimiser * count / (ranks if stage else 1),
+        "reference": float(number * spec.parameters) if reference and (not frozen or stage == 3) else 0.0,
+    }
+
+
+def trained_parameters(config: RunConfig, spec: ModelSpec) -> int:
+    """Those of the adapter, or without one all. Raises ConfigError for an adapter that does not go with the model."""
+    return sum(math.prod(shape) for shape in trained_shapes(spec, config.training.lora.adapter).values())
+
+
+def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
+    """The memory of a rank beside its state, in bytes: of a micro-batch's pass, or of an update where that takes more.
+
+    A pass keeps the activations of all layers. With `checkpoint_activations` it keeps every layer's input, and one
+    layer's activations while they are recomputed. It also needs the buffers of one layer's backward pass, or before
+    that those of the output. An update keeps the float32 weights that this rank changes: 4 P over the ranks that
+    share them. DeepSpeed keeps the change as well; ZeRO 3 updates a part of the weights at a time.
+    """
+    training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
+    frozen = training.lora.rank is not None
+    layer = layer_activations(spec, tokens, number)
+    backward = backward_buffers(spec, tokens, number, frozen=frozen)
+    head = head_buffers(spec, tokens, number, frozen=frozen)
+    if training.checkpoint_activations:
+        activations = spec.layers * tokens * spec.hidden_size * number + max(layer + backward, head)
+    else:
+        activations = spec.layers * layer + max(backward, head)
+    changed = trained_parameters(config, spec) / (config.training_ranks if config.zero_stage else 1)
+    at_once = min(changed, _SUB_GROUP) if config.zero_stage == 3 else changed
+    update = _FLOAT * at_once * (2 if config.training_traits.shards else 1)
+    peak = {"update": update} if update > activations else {"activations": activations}
+    return peak | {"collectives": _collectives(config, spec)}
+
+
+def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
+    """What the backward pass of one layer needs and `training.model.forward.decoder_layer` therefore keeps: of each of
+    two norms its input and the normalised input, both in float32, and its result; rotated queries and keys, values, the
+    attention's result as it comes and laid end to end; the gate, its silu, the other input of the product, and the
+    product. T (2 h (8 + b) + b (3 q + 2 k + 4 i)). Norms of heads keep 8 (q + k) a token more; their result is rotated
+    at once.
+
+    (A fused norm keeps less, and so do the kernels of a core, `training.model.kernels`.)
+    """
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norms = 2 * spec.hidden_size * (2 * _FLOAT + number)
+    if spec.qk_norm:
+        norms += (query + key) * 2 * _FLOAT
+    return tokens * (norms + number * (3 * query + 2 * key + 4 * spec.intermediate_size))
+
+
+def backward_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
+    """Gradients that exist at once in the backward pass of a layer, beyond what has been freed by then: two as wide as
+    the MLP and two as the hidden state, and those of the layer's weights before they are added up, unless they are
+    frozen."""
+    weights = 0 if frozen else number * layer_parameters(spec)
+    return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + weights
+
+
+def head_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
+    """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
+    matrix in float32 and in b, unless it is frozen, and three slices of the logits in float32
+    (`training.model.forward`). transformers' module makes the logits of all tokens, and their gradient."""
+    vocabulary = 0 if frozen else spec.vocab_size * spec.hidden_size
+    if spec.transformers is not None:
+        return 2.0 * tokens * spec.vocab_size * number + _FLOAT * vocabulary
+    hidden = 2 * tokens * spec.hidden_size * number
+    matrix = vocabulary * (_FLOAT + (number if number < _FLOAT else 0))
+    return hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
+
+
+def layer_parameters(spec: ModelSpec) -> int:
+    outer = (2 - spec.tie_embeddings) * spec.vocab_size * spec.hidden_size + spec.hidden_size
+    return (spec.parameters - outer) // spec.layers
+
+
+def _collectives(config: RunConfig, spec: ModelSpec) -> float:
+    """DeepSpeed: two buckets of numbers whose sum over the ranks is under way, and one of them in float32. ZeRO 3 has
+    gathered weights beside: those of two parts (layers, a vocabulary matrix), or as many as it may keep."""
+    if not config.training_traits.shards:
+        return 0.0
+    number = _number(config)
+    buckets = (2.0 * number + _FLOAT) * min(_BUCKET, trained_parameters(config, spec))
+    layer, vocabulary = layer_parameters(spec), spec.vocab_size * spec.hidden_size
+    gathered = min(spec.parameters, max(_LIVE, layer + max(layer, vocabulary)))
+    return buckets + (number * gathered if config.zero_stage == 3 else 0)
+
+
+def _number(config: RunConfig) -> int:
+    """Bytes of a number in a pass."""
+    return 2 if config.training.dtype == "bfloat16" else _FLOAT
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
+    """What a server has on one GPU beside its KV cache.
+
+    vLLM: its share of the weights; the adapters that it holds at once; the widest of a step's tensors (the MLP's gate,
+    its other input and their product, and four hidden states, for the tokens of one step); the logits of every slot in
+    float32, their log-probabilities and a copy. The embedded engine: two sets of weights, as one is staged while the
+    other runs, and the same logits with two in float64.
+    """
+    number, degree, slots = _served_number(config), _degree(config), config.generation.slots
+    weights = number * spec.parameters / degree
+    if not config.generation_traits.own_server:
+        return {"weights": 2 * weights, "step": 24.0 * slots * spec.vocab_size}
+    width = 3 * spec.intermediate_size / degree + 4 * spec.hidden_size
+    step = _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size
+    if config.training.lora.rank is None:
+        return {"weights": weights, "step": step}
+    adapters = float(ADAPTERS_HELD * number * trained_parameters(config, spec))
+    return {"weights": weights, "adapters": adapters, "step": step}
+
+
+def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Keys and values of a completion of full length, its prompt included. Of one token on one GPU of a server: 2 x
+    layers x key-value heads of that GPU x their width x bytes of a number."""
+    heads = max(1, spec.kv_heads // _degree(config))
+    token = 2 * spec.layers * heads * spec.head_dim * _served_number(config)
+    return (config.task.max_prompt_tokens + config.task.max_new_tokens) * token
+
+
+def _degree(config: RunConfig) -> int:
+    return config.generation.vllm.tensor_parallel if config.generation_traits.own_server else 1
+
+
+def _served_number(config: RunConfig) -> int:
+    """Bytes of a weight and of a number in the cache. A model's own type is taken to be a half-precision one."""
+    return 2 if config.generation_traits.own_server and config.generation.vllm.dtype != "float32" else _FLOAT

@@ -6,7 +6,7 @@ takes beside is a constant, whatever the model and the batch: a residual, fitted
 tokens and emulated seconds; `Pace` turns those into time that passes.
 
 Sources. Accelerators: NVIDIA's data sheets, SXM where there is a choice; the H800 is the H100 with slower links.
-Models: config.json of DeepSeek-R1-Distill-Qwen 1.5B, 7B, 14B and 32B. Where the free parameters come from:
+Models: config.json of Qwen2.5 and DeepSeek-R1-Distill-Qwen. Where the free parameters come from:
 docs/emulation.md.
 """
 
@@ -21,7 +21,6 @@ from statistics import NormalDist
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.qwen import SPECS
 
 _BYTES = 2  # of a weight, of a number in the KV cache, and of an activation: half precision
 _ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
@@ -96,6 +95,34 @@ class ModelCost:
         return spec.hidden_size * (spec.layers * (attention + 3 * spec.intermediate_size) + spec.vocab_size)
 
 
+def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, tied: bool = False) -> ModelSpec:
+    return ModelSpec(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=151936 if hidden < 2048 else 152064,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        qkv_bias=True,
+        tie_embeddings=tied,
+        context=32768,
+        eos_token_ids=(151643,),
+    )
+
+
+# From their public config.json. The 1.5B of the paper is a distilled one, whose output is not tied to its embeddings.
+SPECS = {
+    "0.5b": _qwen(24, 896, 14, 2, 4864, tied=True),
+    "1.5b": _qwen(28, 1536, 12, 2, 8960),
+    "1.5b-tied": _qwen(28, 1536, 12, 2, 8960, tied=True),
+    "7b": _qwen(28, 3584, 28, 4, 18944),
+    "14b": _qwen(48, 5120, 40, 8, 13824),
+    "32b": _qwen(64, 5120, 40, 8, 27648),
+}
 MODELS = {f"qwen-{size}": ModelCost(SPECS[size]) for size in ("1.5b", "7b", "14b", "32b")}
 
 

@@ -33,8 +33,7 @@ from areal_core.evaluation.servers import OwnServers
 from areal_core.evaluation.statistics import Difference
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run.base_model import base_model
-from areal_core.run.folders import Log
+from areal_core.run.folders import Log, base_model
 from areal_core.run.preflight import preflight
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json

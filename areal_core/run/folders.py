@@ -1,17 +1,35 @@
-"""Where the state of runs lies: folders of runs, the cache of base models, the database of MLflow."""
+"""Where the state of runs lies: their folders, the room on its disks, the database of MLflow, and base models.
+
+Policy version 0 is a folder of the user's, or of the Hub; one made of a GGUF file of the user's, once; or the embedded
+model, which a supervised warm-up makes once a recipe.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from areal_core.config.fields import refuse_credentials
 from areal_core.config.groups import MLFLOW_CREDENTIALS
 from areal_core.config.schema import RunConfig
-from areal_core.storage.rundir import RunDir
+from areal_core.errors import ModelError, ProcessError, StorageError
+from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
+from areal_core.models import hub
+from areal_core.run.roles import python
+from areal_core.storage.durable import free_inodes
+from areal_core.storage.rundir import RunDir, write_json
+from areal_core.training.recipe import cache_key
 
 Log = Callable[[str], None]
+_WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
+_CONVERSION = 2  # raised where a GGUF file becomes another folder than before
+_GIB = 2**30
 
 
 def run_folder(config: RunConfig, run_id: str) -> RunDir:
@@ -31,3 +49,102 @@ def tracking_uri(config: RunConfig) -> str | None:
     folder = Path(config.state_dir).absolute() / "mlflow"
     folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder}/mlflow.db"
+
+
+class DiskSpace:
+    """Looks at the folders that a run fills: its own, and its store, where that is one."""
+
+    def __init__(self, run: RunDir, config: RunConfig, log: Log) -> None:
+        store = store_folder(config.storage.url)
+        self._folders = {"state_dir": run.root} | ({} if store is None else {"storage.url": store})
+        self._launch, self._log = config.launch, log
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self) -> None:
+        """Warn once of a folder with less than `launch.disk_low_*`. Raises StorageError below `launch.disk_min_*`."""
+        for field, folder in self._folders.items():
+            try:
+                free = {"GiB": shutil.disk_usage(folder).free / _GIB, "inodes": free_inodes(folder)}
+            except OSError:
+                continue  # who reads or writes there says more
+            for unit, count in free.items():
+                if count is not None:
+                    self._compare(field, folder, count, unit)
+
+    def _compare(self, field: str, folder: Path, free: float, unit: str) -> None:
+        low, least = (getattr(self._launch, f"disk_{what}_{unit.lower()}") for what in ("low", "min"))
+        left = f"{field}: {folder} has {free:.{2 if unit == 'GiB' else 0}f} {unit} left"
+        if free < least:
+            raise StorageError(
+                f"{left}, less than {least:g} (launch.disk_min_{unit.lower()}): the run ends; with more room it can be "
+                "resumed"
+            )
+        if free < low and (field, unit) not in self._told:
+            self._told.add((field, unit))
+            self._log(f"{left}, less than {low:g} (launch.disk_low_{unit.lower()})")
+
+
+def store_folder(url: str) -> Path | None:
+    """The folder that a store is; None for one that is elsewhere."""
+    if url.startswith("file://"):
+        return Path(unquote(urlsplit(url).path))
+    return None if "://" in url else Path(url)
+
+
+def base_model(config: RunConfig, log: Log) -> Path:
+    """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
+    if config.model.path is not None:
+        return model_folder(config, log)
+    return _made_once(config, cache_key(config), partial(_warm_up, config, log))
+
+
+def model_folder(config: RunConfig, log: Log) -> Path:
+    """The folder of `model.path`: itself, what the Hub has under a name, or what is made of a GGUF file. Raises
+    ModelError for what can't be had or read, or is not supported."""
+    assert config.model.path is not None
+    if config.model.path.startswith(hub.PREFIX):
+        return hub.fetch(config.model.path)
+    path = Path(config.model.path).absolute()
+    if path.suffix != ".gguf":
+        return path
+
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    content = hashlib.blake2b(f"{_CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
+    return _made_once(config, f"{path.stem}-{content.hexdigest()}", partial(_convert, path, log))
+
+
+def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which the first of all runs that need it makes."""
+    cache = Path(config.state_dir).absolute() / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / name
+    lock = cache / f"{name}.lock"
+    busy = f"state_dir: {lock} is still held by another run, which makes its base model"
+    with FileLock(lock, timeout_s=_WARMUP_LOCK_S, busy=busy):
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
+def _convert(path: Path, log: Log, folder: Path) -> None:
+    from areal_core.models.gguf import convert
+
+    log(f"converting {path.name}; later runs reuse {folder}")
+    convert(path, folder)
+
+
+def _warm_up(config: RunConfig, log: Log, folder: Path) -> None:
+    log(f"warming up the base model; later runs reuse {folder}")
+    work = RunDir(folder.with_name(f"{folder.name}.warmup"))
+    for path in (work.ready, work.logs):
+        path.mkdir(parents=True, exist_ok=True)
+    write_json(work.root / "config.json", config.to_dict())
+    argv = python("areal_core.training.warmup", "--config", work.root / "config.json", "--out", folder)
+    spec = RoleSpec(name="warmup", argv=lambda index: argv, announces=False)
+    launch = dataclasses.replace(config.launch, restarts=0)
+    Supervisor(work, spec, launch, stop=StopSignal(), log=log).run()
+    if not folder.exists():
+        raise ProcessError(f"warmup-0 exited with code 0 and left no {folder}")

@@ -29,11 +29,10 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
+from areal_core.launch.heartbeat import Looks, Standstill
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import StopSignal
-from areal_core.launch.watchdog import Looks, Standstill
-from areal_core.run.disk import DiskSpace
-from areal_core.run.folders import Log, run_folder
+from areal_core.run.folders import DiskSpace, Log, run_folder
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
@@ -94,7 +93,10 @@ class Run:
     def generate(self) -> None:
         """Keep the generation servers running until the controller has ended, unless remote workers run them. Where
         other machines may join, keep the data server running until their workers have ended."""
-        with self._role("generation"), self._serving_files():
+        with self._role("generation"), ExitStack() as beside:
+            if self.config.admits_machines:  # until they have heard how the run ended
+                serves = self._supervision.beside("files", lambda: self._supervise("files", self._stop_files))
+                beside.enter_context(serves)
             if "generation" in self.config.remote_roles:
                 return
             with self._registration.running(self._supervision):
@@ -105,7 +107,7 @@ class Run:
         with self._role("controller"):
             with self._supervision.beside("watch", self._watch):
                 try:
-                    self._supervise("controller", self._abort, self._wake)
+                    self._supervise("controller", self._abort, self._registration.wake)
                     if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
                         raise ProcessError("controller-0 exited with code 0 and left no summary.json")
                 finally:
@@ -118,7 +120,7 @@ class Run:
         ended."""
         with self._role("trainer"):
             if "trainer" not in self.config.remote_roles:
-                self._supervise("trainer", self._abort, self._wake)
+                self._supervise("trainer", self._abort, self._registration.wake)
                 return
             with self._supervision.beside("rendezvous", lambda: self._supervise("rendezvous", self._stop_servers)):
                 if self.config.launch.head_trains:
@@ -211,15 +213,6 @@ class Run:
         self._supervision.run(self._specs[role], stop, on_ready, locks=locks)
 
     @contextmanager
-    def _serving_files(self) -> Iterator[None]:
-        """Serve other machines, within and until they have heard how the run ended."""
-        if not self.config.admits_machines:
-            yield
-            return
-        with self._supervision.beside("files", lambda: self._supervise("files", self._stop_files)):
-            yield
-
-    @contextmanager
     def _role(self, role: Role) -> Iterator[None]:
         """The life of a role: its failure is the run's, and the last one to end closes the run."""
         with self._state:
@@ -294,9 +287,6 @@ class Run:
             return
         patience_s = self.config.tracking.flush_timeout_s + self.config.launch.stop_timeout_s
         _later(patience_s, self._stop_tracker.set)
-
-    def _wake(self, index: int, info: dict[str, Any]) -> None:
-        self._registration.wake()
 
     def _watch(self) -> None:
         """Fail a run whose processes all wait for each other, and one whose disk is nearly full."""

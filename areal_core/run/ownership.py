@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
@@ -25,7 +26,7 @@ _PATIENCE_S = 5.0  # with a store that fails; then its lease is renewed the next
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
-class Ownership:
+class Ownership(AbstractContextManager["Ownership"]):
     """The lock and the lease of one run, from its making until `release`.
 
     Raises ProcessError while another launcher runs the run, and StorageError."""
@@ -81,9 +82,6 @@ class Ownership:
             self._log(f"the lease of the run is not released: {error}")
         finally:
             self._lock.release()
-
-    def __enter__(self) -> Ownership:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -1,11 +1,14 @@
-"""All checks of a configuration on this machine, made before anything is started."""
+"""All checks of a configuration on this machine, made before anything is started: its GPUs and packages among them."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from areal_core.config.engines import GENERATION_ENGINES, names
@@ -26,14 +29,16 @@ from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
-from areal_core.planning.footprint import Footprint, check_footprint
+from areal_core.planning.footprint import GIB, Footprint, check_footprint
 from areal_core.planning.time_model import TimeModel
 from areal_core.rewards.worker import outcome_apart
-from areal_core.run.base_model import model_folder
-from areal_core.run.folders import Log, tracking_uri
-from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
+from areal_core.run.folders import Log, model_folder, tracking_uri
+from areal_core.run.roles import interpreter, visible_gpus
 from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
+
+HEAD = "head"  # the launcher's machine, as the place of what no other role does
+_NVIDIA_SMI_S = 30.0
 
 
 def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> dict[str, str]:
@@ -164,3 +169,47 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
         return
     if found.failure is not None:
         raise UserCodeError(found.failure)
+
+
+def check_packages(config: RunConfig, roles: Collection[str]) -> None:
+    """Raises ConfigError for a package that one of these roles (generation, trainer, HEAD) imports with this
+    configuration, and that this Python lacks. What every part of the package imports is not asked after."""
+    for package, role, setting in _packages(config):
+        if role in roles and find_spec(package) is None:
+            raise ConfigError(
+                f"{setting}: needs the package {package}, which {sys.executable} lacks; pyproject.toml has its version"
+            )
+
+
+def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Package, the role that imports it, the setting that asks for it."""
+    generation, evaluation = config.generation, config.evaluation
+    for package in config.generation_traits.on(config.launch.accelerator):
+        yield package, "generation", f"generation.engine={generation.engine}"
+    if config.evaluated and evaluation.servers:
+        for package in config.evaluation_traits.on(evaluation.accelerator):
+            yield package, HEAD, f"evaluation.engine={evaluation.engine}"
+    for package in config.training_traits.packages:
+        yield package, "trainer", f"training.engine={config.training.engine}"
+    if config.tracking.enabled:
+        yield "mlflow", HEAD, "tracking.enabled=true"
+    if config.storage.url.startswith("s3://"):
+        yield "s3fs", HEAD, "storage.url=s3://..."
+        yield "s3fs", "trainer", "storage.url=s3://..."
+
+
+def device_memory(config: RunConfig) -> float:
+    """Bytes of the smallest GPU that the run may use: launch.device_memory_gib, else what nvidia-smi says. Raises
+    ConfigError when it can't be run."""
+    if config.launch.device_memory_gib is not None:
+        return config.launch.device_memory_gib * GIB
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if gpus := visible_gpus()[: config.launch.devices]:
+        command.append(f"--id={','.join(gpus)}")
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        return min(int(line) for line in asked.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"launch.device_memory_gib: must be given where nvidia-smi can't be asked for it ({error})"
+        ) from None

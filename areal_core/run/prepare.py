@@ -21,8 +21,7 @@ from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import check_digests, data_set
 from areal_core.errors import ConfigError
-from areal_core.run.base_model import base_model
-from areal_core.run.folders import Log, run_folder, tracking_uri
+from areal_core.run.folders import Log, base_model, run_folder, tracking_uri
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.storage import checkpoint, durable
@@ -58,7 +57,9 @@ def prepare(
     Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
     warm-up of the base model fails or the run is running already.
     """
-    run_id = run_id or _new_run_id(config.label)
+    if not run_id:
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", config.label).strip("-") or "run"
+        run_id = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run = run_folder(config, check_file_name("run_id", run_id))
     resumed = (run.root / "run.json").exists()
     if resumed:
@@ -120,11 +121,6 @@ def _extends(run: RunDir, config: RunConfig) -> bool:
     before, steps = run.config(), json.loads(run.summary.read_text())["steps"]
     other_end = (config.training.steps, config.stop) != (before.training.steps, before.stop)
     return other_end and config.training.steps > steps
-
-
-def _new_run_id(name: str) -> str:
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "run"
-    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> tuple[str | None, str | None]:

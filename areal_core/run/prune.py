@@ -22,8 +22,7 @@ from typing import Literal
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch.supervisor import FileLock
-from areal_core.run.disk import store_folder
-from areal_core.run.folders import Log, run_folder
+from areal_core.run.folders import Log, run_folder, store_folder
 from areal_core.run.ownership import Ownership
 from areal_core.storage import checkpoint, durable, lease
 from areal_core.storage.objects import Storage

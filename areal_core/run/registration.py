@@ -58,7 +58,7 @@ class ServerRegistration:
         """A server has written its ready file. Its supervisor calls this, so that it can't have been reaped yet."""
         self._arrivals.put(_Server(f"generation-{index}", info["url"], os.pidfd_open(info["pid"])))
 
-    def wake(self) -> None:
+    def wake(self, *_: object) -> None:
         """Something has changed: the controller or a rank is ready, or `stop` is set."""
         self._arrivals.put(None)
 

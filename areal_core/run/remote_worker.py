@@ -29,11 +29,11 @@ from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
-from areal_core.run.machine import check_packages
+from areal_core.run.preflight import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
 from areal_core.run.remote.share import GENERATION, TRAINER, Share, places
-from areal_core.run.roles import interface, interface_of, remote_generation, remote_rewards, training_node
+from areal_core.run.roles import generation, interface, interface_of, remote_rewards, training_node
 from areal_core.run.supervision import Supervision
 
 __all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "main"]
@@ -137,7 +137,7 @@ class RemoteWorker:
     def _generate(self, roles: Supervision, place: Place, config: RunConfig, share: Share) -> None:
         """Servers are registered with the run's current controller, and started again when it has lost them."""
         first, count = share.first, len(share.indices)
-        spec = remote_generation(place.run, config, address=self._address, first=first, count=count)
+        spec = generation(place.run, config, address=self._address, first=first, count=count)
         known = self._registration = ServerRegistration(
             place.run, ranks=config.trainer_processes, stop=self._stop, stager=place.stager, log=self._log
         )
@@ -175,17 +175,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m areal_core.run.remote_worker", description="Take over a role of a run on this machine."
     )
     roles = parser.add_subparsers(dest="role", required=True, parser_class=Parser)
-    generation = roles.add_parser("generation", help="generation servers")
+    servers = roles.add_parser("generation", help="generation servers")
     trainer = roles.add_parser("trainer", help="ranks of the trainer")
     rewards = roles.add_parser("rewards", help="reward workers")
-    for role in (generation, trainer, rewards):
+    for role in (servers, trainer, rewards):
         role.add_argument("--head", required=True, help="the URL of the head node's data server")
         role.add_argument("--token-file", type=Path, required=True, help="a copy of the run's file `token`")
         role.add_argument("--folder", type=Path, required=True, help="where this command keeps its copy of the run")
         role.add_argument("--address", type=_address, required=True, help="of this machine, for the others to reach")
         role.add_argument("--wait", type=float, default=600.0, help="seconds for the run to be started (600)")
-    generation.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
-    generation.add_argument(
+    servers.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
+    servers.add_argument(
         "--servers", dest="count", type=_at_least(1), help="how many run here; all of the run's unless said"
     )
     trainer.add_argument(

@@ -3,15 +3,18 @@
 role_specs          every role, on the head node. Where several machines train, `rendezvous` is where their agents
                     meet, and `node` is the head node's own. `evaluation` are the generation servers of the evaluator's
                     own; `files` is the data server, for other machines
-remote_generation   generation servers of a remote worker
+generation          generation servers, here or of a remote worker
 training_node       one machine's share of the ranks, under torchrun
 remote_rewards      reward workers of a remote worker, in one process
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +25,6 @@ from areal_core.errors import ConfigError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.process import SPENT
 from areal_core.launch.supervisor import RoleSpec
-from areal_core.run.machine import interpreter, python, visible_gpus
 from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +46,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
     training = config.training_ranks // config.training.hosts if config.launch.head_trains else 0
     taken = generating + training if config.mode == "async" else max(servers * per_server, training)
     specs = (
-        _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
+        generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
         _evaluation(run, config, after=taken),
         RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=SPENT),
         RoleSpec(
@@ -72,11 +74,6 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
         RoleSpec(name="tracker", argv=lambda _: role("areal_core.tracking"), nice=config.launch.evaluator_nice),
     )
     return {spec.name: spec for spec in specs}
-
-
-def remote_generation(run: RunDir, config: RunConfig, *, address: str, first: int, count: int) -> RoleSpec:
-    """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
-    return _generation(run, config, address=address, first=first, count=count, cpus=None)
 
 
 def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, after: int = 0) -> RoleSpec:
@@ -107,6 +104,23 @@ def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
     return RoleSpec(name="rewards", argv=lambda _: python("areal_core.rewards.host", *where), first=first, exits=False)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has it; all of the machine's where it is unset."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def interpreter(path: str | None) -> str:
+    """The Python that runs vLLM: a path, from the working directory, or this one."""
+    return sys.executable if path is None else os.path.abspath(path)  # not resolved: a venv's is a link
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """The command line of a module of this package, run by this interpreter."""
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
 def interface(address: str) -> str:
     """The network interface of this machine that has `address`. Raises ConfigError."""
     if (name := interface_of(address)) is None:
@@ -122,22 +136,21 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _generation(
-    run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None
+def generation(
+    run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None = None
 ) -> RoleSpec:
-    generation, per_server = config.generation, config.devices_per_server
+    """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
+    settings, per_server = config.generation, config.devices_per_server
     emulated = ["--emulate", run.root / "config.json"] if config.emulated else []
 
     def argv(index: int) -> list[str]:
-        where = ("--host", address, "--slots", generation.slots)
-        if known_generation(generation.engine).own_server:
+        where = ("--host", address, "--slots", settings.slots)
+        if known_generation(settings.engine).own_server:
             sleeps = ["--sleep"] if config.sleeps else []
             return _vllm(run, config, "generation", index, *where, *sleeps)
-        deterministic = ["--deterministic"] if generation.deterministic else []
+        deterministic = ["--deterministic"] if settings.deterministic else []
         device = ("--device", config.launch.accelerator)
-        return _embedded(
-            run, config, "generation", index, generation.engine, *where, *device, *deterministic, *emulated
-        )
+        return _embedded(run, config, "generation", index, settings.engine, *where, *device, *deterministic, *emulated)
 
     return RoleSpec(
         name="generation",

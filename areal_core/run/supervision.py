@@ -13,9 +13,8 @@ from typing import Any
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ProcessError
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
+from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
-
-Log = Callable[[str], None]
 
 
 class Supervision:

@@ -7,16 +7,39 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal_core.config.schema import load
 from areal_core.run.launcher import read_summary
 from areal_core.tracking.timeline import Span, read_timeline
-from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, JUDGES, TRAINS, Cluster
+from tests.support.hosts import (
+    ADDRESSES,
+    FILES_PORT,
+    GENERATES,
+    HEAD_NODE,
+    JUDGES,
+    REQUIRE_HOSTS,
+    TRAINS,
+    Cluster,
+    Network,
+)
+from tests.support.namespaces import missing
+from tests.support.needs import skip_without
+from tests.support.runs import TINY
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 OUTAGE_S = 600.0
+LONG = {"training": {"steps": 60}}  # the last cut must come before the end; torchrun's agents need a second to notice
+AWAY = {
+    "training": {"ranks": 1, "hosts": 1, "steps": 1_000_000},
+    "launch": {"head_trains": False},
+    "stop": {"minutes": (OUTAGE_S + 90) / 60},
+}
 MISSED = f"rank 1 (host {ADDRESSES[TRAINS]}) did not reach "
 LIST_STORE = """
 import sys
@@ -28,9 +51,49 @@ print(newest and newest.step, *sorted(storage.sizes("final")))
 """
 
 
-@pytest.mark.parametrize(
-    "cluster", [{"training": {"steps": 60}}], indirect=True
-)  # steps: the last cut must come before the end
+@pytest.fixture(scope="session", autouse=True)
+def needed() -> None:
+    skip_without(missing(), REQUIRE_HOSTS)
+
+
+@pytest.fixture(scope="session")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="session")
+def network(state: Path, needed: None) -> Iterator[Network]:
+    with Network(state) as built:
+        yield built
+
+
+@pytest.fixture(scope="session")
+def store(network: Network) -> str:
+    """URL of an S3 server on the head node."""
+    return network.serve_s3()
+
+
+@pytest.fixture
+def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A run of seconds with remote workers on all other machines; its parameter are fields of its configuration."""
+    groups: dict[str, dict[str, Any]] = {
+        "storage": {"url": "s3://runs/areal", "endpoint_url": store},
+        "rollout": {"request_timeout_s": 10.0, "max_tries": 100},  # a machine that is cut off costs many
+        # Ranks that start again on a busy machine are seconds apart, and every vain wait costs a restart.
+        "training": {"ranks": 2, "hosts": 2, "steps": 16, "collective_timeout_s": 10.0},
+        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD_NODE], "files_port": FILES_PORT, "devices": 3},
+    }
+    own = getattr(request, "param", {})
+    names = groups.keys() | own.keys()
+    merged = {name: TINY.get(name, {}) | groups.get(name, {}) | own.get(name, {}) for name in names}
+    config = load(TINY | {"state_dir": str(state)} | merged)
+    with Cluster(network, config, request.function.__name__.removeprefix("test_")) as running:
+        yield running
+    for host in ADDRESSES:  # one that a failed test has left cut off
+        network.join(host)
+
+
+@pytest.mark.parametrize("cluster", [LONG], indirect=True)
 def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(HEAD_NODE)
@@ -95,9 +158,7 @@ def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
     cluster.finished()
 
 
-@pytest.mark.parametrize(
-    "cluster", [{"training": {"steps": 60}}], indirect=True
-)  # steps: torchrun's agents need a second to notice
+@pytest.mark.parametrize("cluster", [LONG], indirect=True)
 @pytest.mark.nightly
 def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) -> None:
     cluster.until_step(2)
@@ -113,17 +174,7 @@ def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) 
     cluster.finished()
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        {
-            "training": {"ranks": 1, "hosts": 1, "steps": 1_000_000},
-            "launch": {"head_trains": False},
-            "stop": {"minutes": (OUTAGE_S + 90) / 60},
-        }
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("cluster", [AWAY], indirect=True)
 @pytest.mark.nightly
 def test_training_goes_on_while_the_store_is_away(cluster: Cluster) -> None:
     """The head node controls, another machine generates, and a third one has rank 0."""

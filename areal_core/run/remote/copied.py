@@ -33,9 +33,18 @@ from areal_core.launch import heartbeat
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
-from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
-from areal_core.run.remote.share import FIRST_RANK, GENERATION, REWARDS, TRAINER, Owned, Share, owned
+from areal_core.run.remote.share import (
+    FIRST_RANK,
+    GENERATION,
+    GONE_S,
+    REWARDS,
+    TRAINER,
+    Owned,
+    Share,
+    owned,
+    role_and_index,
+)
 from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
 from areal_core.storage import lease
@@ -174,7 +183,6 @@ class _Following:
         self._address = address
         self._its: Owned = owned(config, share)
         self._node = (run.copy() or {})["node"]
-        self._files = [f"{folder}/{name}" for folder, name in sorted(self._its.files)]
         self._over = threading.Event()
         self._silent_s = 0.0  # since the head node's last word, as far as it was asked for one
         self._ended: str | None = None
@@ -184,7 +192,8 @@ class _Following:
         """Have the share, and follow the head node until the end of the `with`. Raises ProcessError where the share is
         another one's."""
         with closing(self._head.session()) as session, closing(self._head.session()) as channel:
-            sender = Sender(self._run.root, self._files, partial(self._append, channel), self._run.root / "sent.json")
+            files = [f"{folder}/{name}" for folder, name in sorted(self._its.files)]
+            sender = Sender(self._run.root, files, partial(self._append, channel), self._run.root / "sent.json")
             self._claim(session, stop)
             threads: list[threading.Thread] = []
             with ExitStack() as ending:
@@ -259,10 +268,9 @@ class _Following:
         """Ready files and heartbeats of the processes here."""
         ready, heartbeats = dict[str, Any](), dict[str, Any]()
         for name in self._its.processes:
-            role, _, index = name.rpartition("-")
-            if (info := self._run.ready_info(role, int(index))) is not None:
+            if (info := self._run.ready_info(*role_and_index(name))) is not None:
                 ready[name] = info
-            if (beat := heartbeat.read(self._run.heartbeat_file(role, int(index)))) is not None:
+            if (beat := heartbeat.read(self._run.heartbeats / name)) is not None:
                 values = dataclasses.asdict(beat)
                 heartbeats[name] = {k: v[:_TEXT_CHARS] if isinstance(v, str) else v for k, v in values.items()}
         return {"ready": ready, "heartbeats": heartbeats}
@@ -271,9 +279,8 @@ class _Following:
         """Ready files of processes elsewhere, as the head node has them."""
         there = {name: info for name, info in ready.items() if _NEEDED.fullmatch(name)}
         for name, info in there.items():
-            role, _, index = name.rpartition("-")
-            if name not in self._its.processes and self._run.ready_info(role, int(index)) != info:
-                write_json(self._run.ready_file(role, int(index)), info)
+            if name not in self._its.processes and self._run.ready_info(*role_and_index(name)) != info:
+                write_json(self._run.ready / f"{name}.json", info)
         for file in self._run.ready.glob("*.json"):
             if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
                 file.unlink(missing_ok=True)
@@ -288,7 +295,7 @@ class _Following:
 
     def _send(self, sender: Sender) -> None:
         while not self._over.wait(_SEND_S):
-            _look(sender)
+            sender.look()
 
     def _say_last_words(self, sender: Sender, session: Session, threads: Sequence[threading.Thread]) -> None:
         """The rest of what processes have written, and that this worker ends. Where nobody hears it, the head node
@@ -308,16 +315,7 @@ class _Following:
             self._beat(session)
         except AwayError:
             return False
-        return _look(sender, last=True)
-
-
-def _look(sender: Sender, *, last: bool = False) -> bool:
-    """Whether the head node has it all."""
-    try:
-        sender.look(last=last)
-    except AwayError:
-        return False
-    return True
+        return sender.look(last=True)
 
 
 def _about(session: Session) -> dict[str, Any]:

@@ -36,8 +36,7 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
-from areal_core.run.remote.nodes import Nodes, Said, TakenError
-from areal_core.run.remote.share import FIRST_RANK, LOGS, Owned
+from areal_core.run.remote.share import FIRST_RANK, LOGS, Nodes, Owned, Said, TakenError, role_and_index
 from areal_core.run.remote.stager import VersionCache
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
@@ -170,7 +169,7 @@ class Files:
         if time.monotonic() - self._looked_at >= _STATE_S:
             names = ["controller-0", "rendezvous-0"]
             names += [f"trainer-{rank}" for rank in range(self.config.trainer_processes)]
-            ready = {name: self._run.ready_info(*_split(name)) for name in names}
+            ready = {name: self._run.ready_info(*role_and_index(name)) for name in names}
             self._state = {
                 "run_id": self._run.root.name,
                 "ended": self._how_ended(),
@@ -218,11 +217,6 @@ def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:
         if max(end for _, end in spans) > size or sum(end - start for start, end in spans) > size:
             return None
         return b"".join(os.pread(segment.fileno(), end - start, start) for start, end in spans)
-
-
-def _split(name: str) -> tuple[str, int]:
-    role, _, index = name.rpartition("-")
-    return role, int(index)
 
 
 async def _serve(run: RunDir, ready_file: Path) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from areal_core.api.head import AwayError
 from areal_core.run.remote.share import LOGS
 from areal_core.storage.rundir import write_json
 
@@ -44,11 +45,15 @@ class Sender:
         self._kept = _read(state)
         self._files = [_File(root / name, name, append, self._kept.get(name)) for name in names]
 
-    def look(self, *, last: bool = False) -> None:
-        """Send what is new: whole lines, and with `last` what is there. Raises AwayError; the next look goes on."""
+    def look(self, *, last: bool = False) -> bool:
+        """Send what is new: whole lines, and with `last` what is there. Whether the head node has it all now: while it
+        is away, the next look goes on."""
         try:
             for file in self._files:
                 file.send(last=last)
+            return True
+        except AwayError:
+            return False
         finally:
             sent = {file.name: dataclasses.asdict(file.sent) for file in self._files if file.sent is not None}
             if sent != self._kept:

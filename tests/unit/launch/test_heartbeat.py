@@ -1,4 +1,4 @@
-"""What a process says of itself, read from its file."""
+"""What a process says of itself, read from its file, and what is concluded from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.config.schema import LaunchConfig
 from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat
+from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, chain, kernel_state
 
 STARTING = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing="starting", waits_for=None)
 Beat = Callable[[], Heartbeat]
@@ -70,3 +71,112 @@ def test_a_shorter_record_replaces_a_longer_one_and_half_a_record_is_none(beat: 
     for text in ("", '{"pid": 1, "bea', json.dumps({"pid": 1})):
         (tmp_path / "p").write_text(text)
         assert heartbeat.read(tmp_path / "p") is None
+
+
+LAUNCH = LaunchConfig(liveness_timeout_s=6.0, stall_timeout_s=20.0)
+BUSY = Heartbeat(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)
+WAITS = dataclasses.replace(BUSY, doing="idle", waits_for="work")
+
+
+def put(folder: Path, name: str, said: Heartbeat) -> None:
+    (folder / name).write_text(json.dumps(dataclasses.asdict(said)))
+
+
+class Process:
+    """A process that says what it is told to, a record for each look."""
+
+    def __init__(self, folder: Path, said: Heartbeat) -> None:
+        self.file = folder / "trainer-0"
+        self.said = said
+        self.watchdog = Watchdog(self.file, said.pid, LAUNCH)
+
+    def looks(self, count: int, *, beats: int = 1, turns: int = 0, progress: int = 0) -> str | None:
+        """What `count` looks, one a second, find in the end; by so much does it get on between two of them."""
+        found = None
+        for _ in range(count):
+            its = self.said
+            its = dataclasses.replace(its, beats=its.beats + beats, progress=its.progress + progress)
+            self.said = its if its.turns is None else dataclasses.replace(its, turns=its.turns + turns)
+            put(self.file.parent, self.file.name, self.said)
+            found = self.watchdog.look(1.0)
+        return found
+
+
+def test_process_that_gets_on_or_waits_or_is_another_is_left_alone(tmp_path: Path) -> None:
+    assert Process(tmp_path, BUSY).looks(100, progress=1) is None
+    assert Process(tmp_path, WAITS).looks(100) is None
+    process = Process(tmp_path, BUSY)
+    process.watchdog = Watchdog(process.file, BUSY.pid + 1, LAUNCH)
+    assert process.looks(100, beats=0) is None
+    assert process.watchdog.last is None
+
+
+def test_process_that_does_not_beat_or_get_on_is_found(tmp_path: Path) -> None:
+    silent = Process(tmp_path, WAITS)
+    assert silent.looks(7, beats=0) is None
+    said = f"has given no sign of life for 6 s (launch.liveness_timeout_s): {kernel_state(os.getpid())}; "
+    assert silent.looks(1, beats=0) == f"{said}idle, waiting for work"
+    busy = Process(tmp_path, BUSY)
+    assert busy.looks(21) is None
+    found = busy.looks(1)
+    assert found is not None
+    assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
+    assert found.endswith("; step 3: training since 21 s")
+    assert busy.looks(1, progress=1) is None
+    turning = Process(tmp_path, dataclasses.replace(WAITS, turns=0))  # an event loop has to turn even as it waits
+    assert turning.looks(100, turns=1) is None
+    assert "has an event loop that stands still for 20 s" in str(turning.looks(21))
+
+
+def test_a_clock_that_jumps_makes_nobody_silent() -> None:
+    """As that of a launcher that was stopped for an hour."""
+    now = [0.0]
+    looks = Looks(lambda: now[0])
+    now[0] = 0.9
+    assert looks.elapsed() == 0.0
+    now[0] = 1.0
+    assert looks.elapsed() == 1.0
+    now[0] = 3601.0
+    assert looks.elapsed() == 3.0
+
+
+def told(folder: Path, looks: int, *, beats: bool = True) -> str | None:
+    """What so many looks at the run find, one a second, in which its processes say nothing new."""
+    standstill, found = Standstill(folder, LAUNCH), None
+    for _ in range(looks):
+        for file in folder.iterdir():
+            said = heartbeat.read(file)
+            assert said is not None
+            put(folder, file.name, dataclasses.replace(said, beats=said.beats + beats))
+        found = standstill.look(1.0)
+    return found
+
+
+def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> None:
+    put(tmp_path, "trainer-0", dataclasses.replace(BUSY, doing="step 4: no batch yet", waits_for="controller-0"))
+    put(tmp_path, "controller-0", dataclasses.replace(BUSY, doing="version 3", waits_for="generation"))
+    put(tmp_path, "generation-0", WAITS)
+    put(tmp_path, "tracker-0", BUSY)  # a spectator
+    assert told(tmp_path, 21) is None
+    assert told(tmp_path, 22) == (
+        "no process has got on for 20 s (launch.stall_timeout_s): trainer-0 step 4: no batch yet, waiting for "
+        "controller-0; controller-0 version 3, waiting for generation; generation-0 idle, waiting for work"
+    )
+
+
+def test_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store_or_is_silent(tmp_path: Path) -> None:
+    put(tmp_path, "controller-0", WAITS)
+    assert told(tmp_path, 100, beats=False) is None  # which its own watchdog will find
+    for waits_for in (None, heartbeat.STORE):
+        put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
+        assert told(tmp_path, 100) is None
+
+
+def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:
+    waits = dataclasses.replace(BUSY, doing="waits", waits_for="controller-0")
+    circle = {"trainer-0": waits, "controller-0": dataclasses.replace(waits, waits_for="trainer")}
+    assert chain(circle, "trainer-0") == (
+        "trainer-0 waits, waiting for controller-0; controller-0 waits, waiting for trainer"
+    )
+    heartbeats = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
+    assert chain(heartbeats, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"

@@ -124,22 +124,23 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
             "1.67x without idle time. A larger rollout.max_staleness would help.",
             id="staleness",
         ),
+        pytest.param(
+            [("generate", 0, 3), ("wait", 3, 10)],
+            [("wait", 0, 6), ("train", 6, 10)],
+            None,
+            "1.05x without idle time, 2.50x with more capacity for rewards. Then training would limit the run. More "
+            "reward workers would help (rollout.reward_workers, or other machines).",
+            id="rewards",
+        ),
     ],
 )
 def test_what_limits_stages_with_devices_of_their_own(
-    servers: list[Doing], ranks: list[Doing], used: float | None, said: str
+    request: pytest.FixtureRequest, servers: list[Doing], ranks: list[Doing], used: float | None, said: str
 ) -> None:
-    text = judged(config(), spans(**both(servers, ranks)), used=used)
+    scored = {"rewards_0": [("score", 0, 9.5)]} if request.node.callspec.id == "rewards" else {}
+    text = judged(config(), spans(**both(servers, ranks), **scored), used=used)
     assert text.endswith(f"Upper bounds on the speed-up: {said}")
     assert ("generated 100 % of the time, at 50 % of their full rate." in text) == (used is not None)
-
-
-def test_slow_verifiers_bound_a_run() -> None:
-    stages = both([("generate", 0, 3), ("wait", 3, 10)], [("wait", 0, 6), ("train", 6, 10)])
-    assert judged(config(), spans(rewards_0=[("score", 0, 9.5)], **stages)).endswith(
-        "2.50x with more capacity for rewards. Then training would limit the run. More reward workers would help "
-        "(rollout.reward_workers, or other machines)."
-    )
 
 
 def test_synchronous_stages_take_turns() -> None:

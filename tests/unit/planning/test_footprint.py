@@ -1,4 +1,4 @@
-"""What fits and what does not, and the one line that says by how much."""
+"""What fits and what does not, where servers and ranks go, and the one line that says by how much."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import pytest
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.footprint import GIB, MARGIN, SLEEPING, check_footprint, footprint
-from areal_core.planning.memory import training_pass, training_state
-from areal_core.planning.qwen import SPECS
+from areal_core.planning.footprint import (
+    GIB,
+    MARGIN,
+    SLEEPING,
+    check_footprint,
+    check_placement,
+    footprint,
+    training_pass,
+    training_state,
+)
+from areal_core.planning.time_model import SPECS
 
 SPEC = SPECS["7b"]  # of 7,615,616,512 parameters
 EIGHTY = 80 * GIB
@@ -96,16 +104,6 @@ def test_a_trajectory_that_is_too_long_for_a_rank_is_refused_with_the_longest_th
     assert refusal(long(new + 1)).startswith(f"task.max_new_tokens: {who} needs ")
 
 
-def test_a_micro_batch_of_several_trajectories_gives_way_first() -> None:
-    def packed(tokens: int) -> RunConfig:
-        return config(training={"ranks": 4, "microbatch_tokens": tokens})
-
-    found = re.search(r"lower it, to (\d+) at the most and 8192 at the least$", refusal(packed(131072)))
-    assert found is not None
-    check_footprint(packed(int(found[1])), SPEC, EIGHTY)
-    assert refusal(packed(int(found[1]) + 1)).startswith("training.microbatch_tokens: rank needs ")
-
-
 def test_a_reference_model_is_counted() -> None:
     without, beside = (
         footprint(config(training={"ranks": 4}, algorithm={"kl_coef": kl}), SPEC, EIGHTY).needs[0].parts
@@ -161,9 +159,6 @@ def test_a_server_that_sleeps_gives_its_memory_to_the_rank() -> None:
     assert training.parts == state | run | {"sleeping server": SLEEPING, "margin": MARGIN * EIGHTY}
     assert generating.parts == state | {"server": 20 * GIB, "margin": MARGIN * EIGHTY}
     assert server.limit == 20 * GIB
-
-
-def test_a_server_takes_more_than_the_rank_leaves() -> None:
     assert refusal(shared(sleep=True), spec=SMALL) == (  # 0.85 of 80 GiB
         "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 too many: weights 3.8, "
         "gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
@@ -184,3 +179,49 @@ def test_the_table_says_what_does_not_fit() -> None:
     )
     assert lines[1].startswith("rank: 109.4 of 80.0 GiB, 29.4 too many: weights 14.2, ")
     assert lines[2].startswith("server: 22.3 of 68.0 GiB, fits: weights 14.2, ")
+
+
+FORTY = dataclasses.replace(SPEC, heads=40, kv_heads=8)
+
+
+def placed(devices: int, per_host: int | None, ranks: int | None, tensor: int, data: int = 1, **top: str) -> RunConfig:
+    return load(
+        {
+            "generation": {"engine": "vllm", "vllm": {"tensor_parallel": tensor, "data_parallel": data}},
+            "training": {"ranks": ranks},
+            "launch": {"accelerator": "cuda", "devices": devices, "devices_per_host": per_host},
+        }
+        | top
+    )
+
+
+def test_what_can_be_placed() -> None:
+    check_placement(placed(16, 8, 8, 4), FORTY)
+    check_placement(placed(7, None, 1, 2), FORTY)  # of one machine groups may have any size
+    check_placement(placed(8, 8, None, 2, mode="sync"), FORTY)  # servers and ranks share
+
+
+HOST = "launch.devices_per_host (8)"
+HEADS = "must divide the model's 40 heads, and divide its 8 key-value heads or be a multiple of them, got"
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "tensor", "data", "said"),
+    [
+        (12, 4, 1, 1, f"launch.devices: must be a multiple of {HOST}, got 12"),
+        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: must divide {HOST}, so that no group straddles two machines,"),
+        (
+            24,
+            8,
+            4,
+            3,
+            "generation.vllm.data_parallel: with tensor_parallel=4 a server takes 12 GPUs, which must divide",
+        ),
+        (16, 4, 1, 1, f"training.ranks: must be a multiple of {HOST}, so that ranks fill whole machines, got 4"),
+        (8, 1, 3, 1, f"generation.vllm.tensor_parallel: {HEADS} 3"),
+        (8, 1, 5, 1, f"generation.vllm.tensor_parallel: {HEADS} 5"),
+    ],
+)
+def test_what_can_not_be_placed(devices: int, ranks: int, tensor: int, data: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        check_placement(placed(devices, 8, ranks, tensor, data), FORTY)

@@ -16,9 +16,8 @@ import tokenizers
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.folders import init_weights, write_model
-from areal_core.run import machine
-from areal_core.run.machine import check_packages, device_memory
-from areal_core.run.preflight import preflight
+from areal_core.run import preflight as module
+from areal_core.run.preflight import check_packages, device_memory, preflight
 from tests.support.chat import chat_folder
 from tests.support.models import SPEC
 from tests.support.runs import changed
@@ -150,11 +149,11 @@ def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
 def test_a_package_that_this_run_uses_and_the_machine_lacks(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, groups: dict[str, Any], package: str, setting: str
 ) -> None:
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == package else "found")
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else "found")
     said = rf"^{re.escape(setting)}: needs the package {package}, which .* lacks; pyproject\.toml has its version$"
     fails(ConfigError, said, changed(base, **groups))
     unused = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in unused else "found")
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name in unused else "found")
     preflight(load(base))
     check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
 

@@ -191,9 +191,9 @@ def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lost(Ownership):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
+        def __enter__(self) -> Ownership:
             store.put_bytes(NAME, b'{"number": %d, "holder": "other", "where": "elsewhere"}' % (self.number + 1))
+            return self
 
     store = made(config)
     before = objects(store)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.run.roles import remote_generation, role_specs, training_node
+from areal_core.run.roles import generation, role_specs, training_node
 from areal_core.storage.rundir import RunDir, RunInfo
 
 EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
@@ -146,7 +146,7 @@ def test_servers_of_another_machine_have_its_address_and_numbers_and_gpus_of_the
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     run, config = prepared(tmp_path, accelerator="cuda")
-    spec = remote_generation(run, config, address="10.0.0.2", first=2, count=2)
+    spec = generation(run, config, address="10.0.0.2", first=2, count=2)
     assert list(spec.indices) == [2, 3]
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))

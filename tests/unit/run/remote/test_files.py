@@ -7,9 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from areal_core.api.head import Head
 from areal_core.run.remote import files as module
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
-from tests.support.remote import PATIENCE_S, HeadNode
+from tests.support.remote import PATIENCE_S, HeadNode, wait_for
 
 SAID = {"role": "generation", "first": 0, "count": 1, "address": "10.0.0.2"}
 
@@ -55,34 +53,6 @@ class Asked:
 @pytest.fixture
 def ask(head_node: HeadNode) -> Asked:
     return Asked(head_node)
-
-
-def test_what_a_copy_begins_with(ask: Asked, head_node: HeadNode) -> None:
-    status, content = ask("GET", "/run")
-    about = json.loads(content)
-    assert (status, about["run_id"], about["ended"]) == (200, "r", None)
-    assert about["config"] == head_node.config.to_dict()
-    assert about["info"]["checkpoint_url"] == head_node.run.info().checkpoint_url
-    data = (head_node.model / "model.safetensors").read_bytes()
-    assert about["model"].keys() == {"config.json", "model.safetensors"}
-    assert about["model"]["model.safetensors"] == {"size": len(data), "digest": blake3(data).hexdigest()}
-    assert ask("GET", "/model/model.safetensors") == (200, data)
-
-
-def test_versions_are_taken_from_rank_0_alone(ask: Asked, head_node: HeadNode) -> None:
-    made = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
-    assert ask("POST", "/nodes/a/versions", made) == (410, b"node: has no share of this run")
-    ask.hear("a", role="trainer", first=1)
-    assert ask("POST", "/nodes/a/versions", made) == (400, b"node: does not run rank 0")
-    assert not list(head_node.run.weights.iterdir())
-
-
-@pytest.mark.parametrize("name", ["other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder"])
-def test_other_files_than_the_models_are_not_served(ask: Asked, head_node: HeadNode, name: str) -> None:
-    (head_node.model / ".hidden").touch()
-    (head_node.model / "folder").mkdir()
-    assert "folder" not in json.loads(ask("GET", "/run")[1])["model"]
-    assert ask("GET", f"/model/{name}") == (404, b"the model has no such file")
 
 
 def test_a_version_as_long_as_it_is_kept(ask: Asked, head_node: HeadNode) -> None:
@@ -168,47 +138,26 @@ def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> Non
 
 def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadNode) -> None:
     ask.hear()
-    path, file = "/nodes/a/logs/generation-0.log", head_node.run.logs / "generation-0.log"
-    assert ask("POST", f"{path}?offset=0", b"one\n") == (200, b'{"size": 4}')
-    assert ask("POST", f"{path}?offset=0", b"one\n") == (409, b'{"size": 4}')
-    assert ask("POST", f"{path}?offset=9", b"two\n") == (409, b'{"size": 4}')
-    assert ask("POST", f"{path}?offset=4", b"two\n") == (200, b'{"size": 8}')
-    assert file.read_text() == "one\ntwo\n"
+    path = "/nodes/a/logs/generation-0.log"
+    answers = [ask("POST", f"{path}?offset={at}", data) for at, data in ((0, b"one\n"), (0, b"one\n"), (4, b"two\n"))]
+    assert answers == [(200, b'{"size": 4}'), (409, b'{"size": 4}'), (200, b'{"size": 8}')]
+    assert head_node.run.log_file("generation").read_text() == "one\ntwo\n"
 
 
-def test_a_timeline_has_a_bound(ask: Asked, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TIMELINE_BYTES", 4)
-    ask.hear()
-    path = "/nodes/a/timeline/generation-0.jsonl"
-    assert ask("POST", f"{path}?offset=0", b"four")[0] == 200
-    assert ask("POST", f"{path}?offset=4", b"x")[0] == 413
-    assert (head_node.run.timeline / "generation-0.jsonl").read_text() == "four"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "logs/launcher-0.log?offset=0",
-        "logs/generation-1.log?offset=0",
-        "logs/..%2Ftoken?offset=0",
-        "logs/generation-0.log.1?offset=0",
-        "timeline/controller-0.jsonl?offset=0",
-        "weights/generation-0.log?offset=0",
-        "..%2Flogs/generation-0.log?offset=0",
-        "logs/generation-0.log",
-        "logs/generation-0.log?offset=x",
-        "logs/generation-0.log?offset=",
-    ],
+NO_FILES = ("other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder")
+STRANGE = (  # no file of the worker's own, or no offset
+    "logs/launcher-0.log?offset=0",
+    "logs/generation-1.log?offset=0",
+    "logs/..%2Ftoken?offset=0",
+    "logs/generation-0.log.1?offset=0",
+    "timeline/controller-0.jsonl?offset=0",
+    "weights/generation-0.log?offset=0",
+    "..%2Flogs/generation-0.log?offset=0",
+    "logs/generation-0.log",
+    "logs/generation-0.log?offset=x",
+    "logs/generation-0.log?offset=",
 )
-def test_what_is_not_a_workers_own_is_refused(ask: Asked, head_node: HeadNode, path: str) -> None:
-    ask.hear()
-    before = sorted(head_node.run.root.rglob("*"))
-    status, content = ask("POST", f"/nodes/a/{path}", b"hello")
-    assert status == 400
-    assert len(content.splitlines()) == 1
-    assert sorted(head_node.run.root.rglob("*")) == before
-
-
+MADE = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
 NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
 NO_SEGMENTS = (
     "token",
@@ -227,7 +176,12 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
 @pytest.mark.parametrize(
     ("path", "body", "status", "line"),
     [
+        *((f"model/{name}", None, 404, b"the model has no such file") for name in NO_FILES),
         *((f"versions/{number}", None, 400, b"") for number in NO_VERSIONS),
+        ("nodes/b/versions", MADE, 410, b"node: has no share of this run"),
+        ("nodes/a/versions", MADE, 400, b"node: does not run rank 0"),
+        *((f"nodes/a/{path}", b"hello", 400, b"") for path in STRANGE),
+        ("nodes/a/timeline/generation-0.jsonl?offset=0", b"x" * 11, 413, b""),
         *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
         ("payloads/000002-000008?spans=0-1", None, 404, b"segment 000002-000008 can't be read: No such file or dir"),
         ("payloads/000003-000007?spans=0-1", None, 404, b""),  # a folder
@@ -240,74 +194,57 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
     ids=lambda value: str(value)[:30],
 )
 def test_bad_requests_are_refused_in_one_line(
-    ask: Asked, segment: Path, path: str, body: bytes | None, status: int, line: bytes
+    ask: Asked,
+    head_node: HeadNode,
+    segment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: bytes | None,
+    status: int,
+    line: bytes,
 ) -> None:
+    monkeypatch.setattr(module, "_TIMELINE_BYTES", 10)
+    (head_node.model / ".hidden").touch()
+    (head_node.model / "folder").mkdir()
     segment.with_name("token.bin").touch()
     segment.with_name("2-7.bin").write_bytes(SEGMENT)
     segment.with_name("000003-000007.bin").mkdir()
     ask.hear("a")
+    before = sorted(head_node.run.root.rglob("*"))
     got, content = ask("GET" if body is None else "POST", f"/{path}", body or b"")
     assert (got, content[: len(line)], len(content.splitlines())) == (status, line, 1)
+    assert status == 413 or sorted(head_node.run.root.rglob("*")) == before
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start(head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Its process, for this run; other settings of its launch may be given."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(**launch: Any) -> subprocess.Popen[bytes]:
-        values = head_node.config.to_dict()
-        write_json(head_node.run.root / "config.json", values | {"launch": values["launch"] | launch})
-        command = [sys.executable, "-m", "areal_core.run.remote.files", "--run-dir", str(head_node.run.root)]
-        started.append(subprocess.Popen(command, stderr=subprocess.PIPE))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.kill()
-        one.wait()
-
-
-def url(head_node: HeadNode, *, but: str | None = None) -> str:
-    """Where it listens, once it does."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (info := head_node.run.ready_info("files")) is None or info["url"] is None or info["url"] == but:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return info["url"]
-
-
-def test_parts_of_thousands_of_completions_are_one_request(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]], segment: Path
+def test_parts_of_thousands_of_completions_are_one_request_and_an_end_is_told(
+    head_node: HeadNode, segment: Path
 ) -> None:
-    data = bytes(40_000)
-    segment.write_bytes(data)
-    start()
-    spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
-    with closing(Head(url(head_node), head_node.run.token()).session()) as session:
-        assert session.ask("GET", f"/payloads/{segment.stem}?spans={spans}") == (200, data[: len(data) // 2])
+    segment.write_bytes(data := bytes(40_000))
+    values = head_node.config.to_dict()
+    write_json(head_node.run.root / "config.json", values | {"launch": values["launch"] | {"stop_timeout_s": 60.0}})
+    command = [sys.executable, "-m", "areal_core.run.remote.files", "--run-dir", str(head_node.run.root)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: head_node.run.ready_info("files"))
+            head = Head((head_node.run.ready_info("files") or {})["url"], head_node.run.token())
+            with closing(head.session()) as session:
 
+                def hear(**fields: Any) -> Any:
+                    status, content = session.ask("POST", "/nodes/a", json.dumps(SAID | fields).encode())
+                    assert status == 200
+                    return json.loads(content)["ended"]
 
-def test_remote_workers_hear_of_an_end_before_it_ends(
-    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    process = start(stop_timeout_s=60.0)
-    head = Head(url(head_node), head_node.run.token())
-    with closing(head.session()) as session:
-
-        def hear(**fields: Any) -> Any:
-            status, content = session.ask("POST", "/nodes/a", json.dumps(SAID | fields).encode())
-            assert status == 200
-            return json.loads(content)["ended"]
-
-        assert hear() is None
-        process.terminate()
-        deadline = time.monotonic() + PATIENCE_S
-        while hear() is None:
-            assert time.monotonic() < deadline
-        assert process.poll() is None
-        assert hear(over=True) == "otherwise"
-    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+                spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
+                path = f"/payloads/{segment.stem}?spans={spans}"
+                assert session.ask("GET", path) == (200, data[: len(data) // 2])
+                assert hear() is None
+                process.terminate()
+                wait_for(hear)
+                assert process.poll() is None
+                assert hear(over=True) == "otherwise"
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
