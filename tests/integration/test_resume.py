@@ -97,12 +97,20 @@ def _newest(config: RunConfig) -> int | None:
 
 
 @pytest.mark.nightly
-def test_a_run_with_an_adapter_goes_on_on_a_new_machine(config: RunConfig) -> None:
-    """Its version comes from the checkpoint, and what it adds to from the base model that is there. The final model is
-    that with the adapter beside it. The policy is too weak for rewards to differ; its entropy gives it a gradient."""
+def test_a_run_with_an_adapter_goes_on_on_a_new_machine_with_its_own_base_model(config: RunConfig) -> None:
+    """Another base model is refused. Its version comes from the checkpoint, and what it adds to from the base model
+    that is there. The final model is that with the adapter beside it. The policy is too weak for rewards to differ; its
+    entropy gives it a gradient."""
     training = replace(config.training, lora=LoraConfig(rank=2))
     adapted = replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
     run = killed(adapted, 4)
+    model = Path(run.info().model_path) / "model.safetensors"
+    whole = model.read_bytes()
+    model.write_bytes(_flipped(whole))
+    with Launched(adapted, "r") as other:
+        assert other.end() == 2
+        assert "is an adapter to a model with digest" in other.output()
+    model.write_bytes(whole)
     shutil.rmtree(run.root)
     assert "restored the ledger from the checkpoint of step" in finished(adapted)
     base, store = Path(run.info().model_path), Path(adapted.storage.url) / "runs" / "r"
@@ -110,8 +118,8 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine(config: RunConfig) -> No
     assert lora is not None
     last = read_adapter(store / "adapter" / ADAPTER, spec, lora)
     assert any(array.any() for name, array in last.items() if "lora_B" in name)
-    final, whole = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
-    assert all((final[name] == array).all() for name, array in whole.items())
+    final, merge = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
+    assert all((final[name] == array).all() for name, array in merge.items())
     assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 

@@ -23,7 +23,7 @@ from flows.alerts import make_automations
 from flows.stack import ROOT
 from flows.worker import make_schedules
 from tests.support.control import emulated, environment, run_python
-from tests.support.stack import Up
+from tests.support.stack import Up, brought_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -212,6 +212,20 @@ def test_schedules_stay_as_users_left_them(up: Up) -> None:
     assert made(schedule=daily, active=True) == {"always": (False, "0 4 * * *"), **others}
     up.call("DELETE", f"{schedules}/{known.id}", None)
     assert made(schedule=daily, active=True) == others
+
+
+@pytest.mark.nightly
+def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> None:
+    with brought_up(tmp_path) as up:
+        deployment = up.deployment(DEPLOYMENT)
+        schedules = f"/deployments/{deployment.id}/schedules"
+        up.call("POST", schedules, [{"schedule": {"interval": 3600}, "active": False}])
+        up.call("PATCH", f"{schedules}/{deployment.schedules[0].id}", {"active": True})
+        up.call("PATCH", f"/deployments/{up.deployment('areal-compare/compare').id}", {"paused": True})
+    with brought_up(tmp_path) as up:
+        found = {schedule.slug: schedule.active for schedule in up.deployment(DEPLOYMENT).schedules}
+        assert found == {"nightly": True, None: False}
+        assert up.deployment("areal-compare/compare").paused
 
 
 def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:
