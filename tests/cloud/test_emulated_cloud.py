@@ -20,8 +20,8 @@ from botocore.exceptions import ClientError
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud, missing
 from tests.support.cloud import tags_of
-from tests.support.mlflow_server import until
 from tests.support.needs import skip_without
+from tests.support.processes import wait_for
 from tests.support.terraform import REQUIRE_CLOUD
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
@@ -111,7 +111,7 @@ def end(cloud: EmulatedCloud, *instances: str) -> None:
     if instances:
         with cloud.inside():
             cloud.client("ec2").terminate_instances(InstanceIds=list(instances))
-        until(lambda: not set(instances) & set(cloud.running()), "the end of machines")
+        wait_for(lambda: not set(instances) & set(cloud.running()), "the end of machines")
 
 
 def state(cloud: EmulatedCloud, instance: str) -> str:
@@ -149,7 +149,7 @@ def test_machines_share_a_network_and_no_files(cloud: EmulatedCloud, tmp_path: P
     writes = "#!/bin/bash\nenv > /srv/environment\nhostname > /srv/name\nls /run/systemd/system\n"
     one, other = booted(cloud, writes + SERVES.partition("\n")[2], count=2)
     url = f"http://{address(cloud, one)}:{PORT}"
-    until(lambda: reached(cloud, other, f"{url}/name"), "what one machine serves")
+    wait_for(lambda: reached(cloud, other, f"{url}/name"), "what one machine serves")
     names = {each: "ip-" + address(cloud, each).replace(".", "-") for each in (one, other)}
     assert cloud.run_in(other, PYTHON, "-c", GET, f"{url}/name", 30).strip() == names[one]
     assert cloud.run_in(other, "cat", "/srv/name").strip() == names[other]
@@ -171,11 +171,11 @@ def test_machines_share_a_network_and_no_files(cloud: EmulatedCloud, tmp_path: P
 
 def test_all_processes_of_a_machine_end_with_it(cloud: EmulatedCloud) -> None:
     (instance,) = booted(cloud, "#!/bin/bash\ntrap '' TERM\nsetsid sleep 1000 &\n(sleep 1001 &)\nsleep 1002\n")
-    until(lambda: len(cloud.machine_pids(instance)) == 4, "its processes")
+    wait_for(lambda: len(cloud.machine_pids(instance)) == 4, "its processes")
     processes = cloud.machine_pids(instance)
     end(cloud, instance)
     assert [pid for pid in processes if Path(f"/proc/{pid}").exists()] == []
-    until(lambda: why(cloud, instance) == ["terminated"], "the ledger")
+    wait_for(lambda: why(cloud, instance) == ["terminated"], "the ledger")
 
 
 def test_a_machine_powers_itself_off(cloud: EmulatedCloud) -> None:
@@ -184,13 +184,13 @@ def test_a_machine_powers_itself_off(cloud: EmulatedCloud) -> None:
         *booted(cloud, "#!/bin/bash\nshutdown -P +1\nshutdown -c\n", InstanceInitiatedShutdownBehavior="terminate"),
         *booted(cloud, "#!/bin/bash\n/sbin/shutdown now\n"),
     )
-    until(lambda: state(cloud, later) == "terminated", "the end of the instance")
-    until(lambda: state(cloud, stops) == "stopped", "the stop of the instance")
+    wait_for(lambda: state(cloud, later) == "terminated", "the end of the instance")
+    wait_for(lambda: state(cloud, stops) == "stopped", "the stop of the instance")
     assert why(cloud, later) == why(cloud, stops) == ["powered off"]
     assert cloud.running() == [cancelled]
     with cloud.inside():
         cloud.client("ec2").start_instances(InstanceIds=[stops])
-    until(lambda: why(cloud, stops) == ["powered off"] * 2, "its second boot, and the end of that")
+    wait_for(lambda: why(cloud, stops) == ["powered off"] * 2, "its second boot, and the end of that")
     with pytest.raises(AssertionError, match=r"takes -P, -c, now and \+MINUTES"):
         cloud.run_in(cancelled, "shutdown", "-r", "now")
 
@@ -259,7 +259,7 @@ def test_what_a_launch_template_says_is_heeded(cloud: EmulatedCloud) -> None:
     assert [each["GroupId"] for each in found["NetworkInterfaces"][0]["Groups"]] == [group]
     cloud.wait_for_machine(started["InstanceId"])
     cloud.run_in(started["InstanceId"], "shutdown", "+1")  # not now: it would be ended with its machine
-    until(lambda: state(cloud, started["InstanceId"]) == "terminated", "the end of the instance")
+    wait_for(lambda: state(cloud, started["InstanceId"]) == "terminated", "the end of the instance")
 
 
 # Faults of machines.
@@ -274,16 +274,16 @@ def test_a_machine_that_is_reclaimed_hears_of_it(cloud: EmulatedCloud) -> None:
     assert notice["action"] == "terminate"
     assert notice["time"].endswith("Z")
     cloud.reclaim(instance, notice_s=0)
-    until(lambda: state(cloud, instance) == "terminated", "the end of the instance")
-    until(lambda: why(cloud, instance) == ["reclaimed"], "the end of the machine")
+    wait_for(lambda: state(cloud, instance) == "terminated", "the end of the instance")
+    wait_for(lambda: why(cloud, instance) == ["reclaimed"], "the end of the machine")
 
 
 def test_a_machine_whose_first_process_dies_is_down_and_still_costs(cloud: EmulatedCloud) -> None:
     (instance,) = booted(cloud, "#!/bin/bash\nsleep 1000\n")
-    until(lambda: len(cloud.machine_pids(instance)) == 2, "its processes")
+    wait_for(lambda: len(cloud.machine_pids(instance)) == 2, "its processes")
     user_data, sleeping = cloud.machine_pids(instance)
     os.kill(psutil.Process(user_data).ppid(), signal.SIGKILL)
-    until(lambda: why(cloud, instance) == ["crashed"], "the end of the machine")
+    wait_for(lambda: why(cloud, instance) == ["crashed"], "the end of the machine")
     assert not running(sleeping)
     assert state(cloud, instance) == "running"
     with pytest.raises(AssertionError, match=f"no machine {instance} runs"):
@@ -334,16 +334,16 @@ def test_two_clouds_side_by_side_and_one_whose_daemon_is_killed(cloud: EmulatedC
     with EmulatedCloud(tmp_path) as other:
         (there,) = booted(other, "#!/bin/bash\nsleep 1000\n")
         assert (list(cloud.instances()), list(other.instances())) == ([here], [there])
-        until(lambda: len(other.machine_pids(there)) == 2, "its processes")
+        wait_for(lambda: len(other.machine_pids(there)) == 2, "its processes")
         with other.inside():
             left = subprocess.Popen(["sleep", "1000"])
         processes = [other.daemon_pid, *other.machine_pids(there)]
         os.kill(other.daemon_pid, signal.SIGKILL)
-        until(lambda: not any(running(pid) for pid in processes), "the end of all processes")
+        wait_for(lambda: not any(running(pid) for pid in processes), "the end of all processes")
     assert left.wait() == -signal.SIGKILL
     assert cloud.running() == [here]
     end(cloud, here)
-    until(lambda: namespaces_of(os.getpid()) == before, "the end of namespaces")
+    wait_for(lambda: namespaces_of(os.getpid()) == before, "the end of namespaces")
 
 
 def test_a_cloud_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
@@ -354,8 +354,8 @@ def test_a_cloud_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
         assert len(namespaces_of(holder.pid)) == 3
         holder.kill()
     assert len(processes) >= 2
-    until(lambda: not any(running(pid) for pid in processes), "the end of all processes")
-    until(lambda: namespaces_of(holder.pid) == [], "the end of namespaces")
+    wait_for(lambda: not any(running(pid) for pid in processes), "the end of all processes")
+    wait_for(lambda: namespaces_of(holder.pid) == [], "the end of namespaces")
 
 
 def running(pid: int) -> bool:

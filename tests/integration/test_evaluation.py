@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from areal_core.environments.row_filters import SuccessRates
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.run.evaluation import evaluate
 from tests.support.models import write_tiny
+from tests.support.processes import wait_for
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -57,11 +57,7 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     file = state / "evaluations" / "killed" / "chains.jsonl"
     process = spawn.Process(target=_evaluate, args=(state, "killed"))
     process.start()
-    deadline = time.monotonic() + 240
-    while lines(file) < 6:
-        assert process.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: lines(file) >= 6)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     part = lines(file)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from areal_core.training.distributed.ranks import rendezvous_of_ranks
 from tests.support import forked
+from tests.support.processes import wait_for
 from tests.support.ranks import summing
 
 pytestmark = pytest.mark.slow  # they wait for one another in vain
@@ -86,13 +86,6 @@ def where(process: subprocess.Popen[bytes], folder: Path) -> str:
     assert info["pid"] == process.pid
     assert info["url"].startswith("tcp://127.0.0.1:")
     return info["url"].removeprefix("tcp://") + "/127.0.0.1:4711"
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:

@@ -25,7 +25,8 @@ from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from tests.support.models import put_base_model
-from tests.support.runs import TIMEOUT_S, Launched, tiny
+from tests.support.processes import TIMEOUT_S
+from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 

@@ -10,12 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tests.support.processes import wait_for
 
 PATIENCE_S = 120.0
 # One of two agents; its one rank runs the given code.
@@ -64,10 +65,7 @@ class Rendezvous:
         return output
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, [file.read_text() for file in self._folder.glob("agent-*.txt")]
-            time.sleep(0.05)
+        wait_for(condition, lambda: [file.read_text() for file in self._folder.glob("agent-*.txt")])
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,6 +18,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, QWEN2, Server, deviations, members, publish, start, url_of
+from tests.support.processes import wait_for
 
 FAKE = """#!/bin/sh
 # An interpreter that says that it has vLLM.
@@ -52,10 +52,7 @@ def vllm(model, ready):
 
 def gone(group):
     """Wait until no process of a group runs."""
-    deadline = time.monotonic() + 240
-    while members(group):
-        assert time.monotonic() < deadline, f"still running: {members(group)}"
-        time.sleep(0.05)
+    wait_for(lambda: not members(group), lambda: members(group))
 
 
 def child_of(process):
