@@ -24,9 +24,8 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import PolicyVersion
-from tests.faults.learning import learning
 from tests.support.processes import TIMEOUT_S, free_port, kill_all, marked
-from tests.support.runs import Launched, tiny
+from tests.support.runs import Launched, learning, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
 pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(80)]

@@ -32,6 +32,15 @@ TINY: dict[str, Any] = {
     "rollout": {"batch_size": 32},
     "training": {"steps": 4, "minibatches": 2, "checkpoint_every": 3},
 }
+# Were all rewards the same, so would be all weights, and no mistaken one would be seen.
+_LEARNING: dict[str, dict[str, Any]] = {
+    "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
+    "warmup": {"worked_steps": 300, "worked_batch": 32, "direct_steps": 60},
+    "task": {"held_out": 32, "max_operations": 2, "max_new_tokens": 96},
+    "rollout": {"batch_size": 16},
+    "training": {"minibatches": 2, "ranks": 1, "learning_rate": 3e-3},
+    "evaluation": {"enabled": False},
+}
 
 
 def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
@@ -40,15 +49,24 @@ def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[
     base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store"), "lease_s": 4.0}}
     if mode == "async":
         base |= {"generation": {"servers": 1}, "training": TINY["training"] | {"ranks": 1}}
-    config = load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
+    config = changed(base, **groups)
     if warm:
         put_base_model(config)
     return config
 
 
+def learning(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
+    """A tiny run, with one server and one rank, in whose groups of an eighth some completions are right."""
+    return tiny(state, mode=mode, **merged(_LEARNING, groups))
+
+
 def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
     """`base` with some fields of its groups changed."""
-    return load(base | {name: base.get(name, {}) | values for name, values in fields.items()})
+    return load(merged(base, fields))
+
+
+def merged(base: dict[str, Any], fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return base | {name: base.get(name, {}) | values for name, values in fields.items()}
 
 
 class Watched:
