@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness
-from tests.faults import messages, objects, outages, power_offs, processes, stack
+from tests.faults import objects, outside, processes, stack
 from tests.faults.checker import Findings, totals
 from tests.faults.points import POINTS, Point
 from tests.support import radosgw
@@ -99,7 +99,7 @@ class Chaos:
             _harness.tell(f"outages: left out: {lack}")
             return
         for turn in range(1 if self._short else 3):
-            found = outages.strike(self._folder / f"outages-{turn}", self._seed + turn, 6)
+            found = outside.lose_store(self._folder / f"outages-{turn}", self._seed + turn, 6)
             self.process_faults += found.faults
             self._note(f"outages, run {turn}: {found.faults.total()} faults", found.findings)
 
@@ -107,7 +107,7 @@ class Chaos:
         wanted, turn = (5 if self._short else 50), 0
         while self.power_offs < wanted and turn < wanted:
             losses = min(_LOSSES_A_RUN, wanted - self.power_offs)
-            found = power_offs.lose_power(self._folder / f"power-{turn}", self._seed + turn, losses)
+            found = outside.lose_power(self._folder / f"power-{turn}", self._seed + turn, losses)
             self.power_offs += found.faults.total()
             self._note(f"power, run {turn}: {found.faults.total()} losses", found.findings)
             turn += 1
@@ -123,7 +123,7 @@ class Chaos:
     def messages(self) -> None:
         """Messages between the processes of real runs."""
         for turn in range(1 if self._short else 4):
-            found = messages.strike(self._folder / f"messages-{turn}", self._seed + turn)
+            found = outside.lose_messages(self._folder / f"messages-{turn}", self._seed + turn)
             self.object_faults += found.faults
             self._note(f"messages, run {turn}: {dict(found.faults)}", found.findings)
 

@@ -34,9 +34,9 @@ from tests.support.cloud import (
     SECRET,
     Cloud,
 )
-from tests.support.mlflow_server import free_port, until
 from tests.support.needs import skip_without
 from tests.support.plane import Plane, plane_on
+from tests.support.processes import free_port, wait_for
 from tests.support.terraform import (
     CREDENTIALS,
     REGION,
@@ -128,7 +128,7 @@ def prefect(cloud: EmulatedCloud, tmp_path_factory: pytest.TempPathFactory) -> I
         subprocess.Popen(command, env=kept | settings, stdout=output, stderr=output) as server,
     ):
         try:
-            until(lambda: responds(f"http://{cloud.address}:{port}/api/health"), f"Prefect's server; its log: {log}")
+            wait_for(lambda: responds(f"http://{cloud.address}:{port}/api/health"), f"Prefect's server; its log: {log}")
             with SyncPrefectClient(f"http://{cloud.address}:{port}/api", auth_string=SECRET) as client:
                 client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
                 client.request("POST", f"/work_pools/{POOL}/queues", json={"name": f"{RUN}-generation"})

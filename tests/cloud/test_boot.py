@@ -20,7 +20,7 @@ from flows.provision.nodes import Nodes
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud, tags_of
-from tests.support.mlflow_server import until
+from tests.support.processes import wait_for
 from tests.support.terraform import Root
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
@@ -46,7 +46,7 @@ def test_its_worker_comes_and_its_end_is_set(nodes: Nodes, cloud: EmulatedCloud,
         path: Any = f"/work_pools/{POOL}/workers/filter"
         return [worker["name"] for worker in prefect.request("POST", path, json={}).json()]
 
-    until(lambda: workers() == [f"{RUN}-generation-{instance}"], "the worker of the node")
+    wait_for(lambda: workers() == [f"{RUN}-generation-{instance}"], "the worker of the node")
     said = cloud.machine_log(instance)
     minutes = re.search(r"powers off in (\d+) minutes", said)
     assert minutes is not None
@@ -66,7 +66,7 @@ def test_what_a_node_lacks_is_in_its_log(
     nodes: Nodes, cloud: EmulatedCloud, replaced: tuple[str, str], line: str
 ) -> None:
     instance = booted(cloud, *replaced)
-    until(lambda: line in cloud.machine_log(instance), "what the node says")
+    wait_for(lambda: line in cloud.machine_log(instance), "what the node says")
     assert "powers off in" in cloud.machine_log(instance)  # it ends all the same
 
 

@@ -19,7 +19,7 @@ import pytest
 from flows.control import Control
 from flows.stack import ROOT
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud
-from tests.support.mlflow_server import free_port
+from tests.support.processes import free_port
 from tests.support.terraform import CREDENTIALS, REGION
 
 pytestmark = [

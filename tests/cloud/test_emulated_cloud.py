@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
-from tests.support.mlflow_server import until
+from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
@@ -60,7 +60,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCloud]:
 
 def end(cloud: EmulatedCloud, *instances: str) -> None:
     cloud.client("ec2").terminate_instances(InstanceIds=list(instances))
-    until(lambda: not set(instances) & cloud.running().keys(), "the end of machines")
+    wait_for(lambda: not set(instances) & cloud.running().keys(), "the end of machines")
 
 
 def state(cloud: EmulatedCloud, instance: str) -> str:
@@ -84,7 +84,7 @@ def test_machines_share_a_network_and_no_files(cloud: EmulatedCloud, tmp_path: P
     def served() -> bool:
         return subprocess.run([PYTHON, "-c", GET, f"{url}/name"], capture_output=True, text=True).returncode == 0
 
-    until(served, "what a machine serves to the control host")
+    wait_for(served, "what a machine serves to the control host")
     assert cloud.run_in(other, PYTHON, "-c", GET, f"{url}/name").strip() == names[0]
     assert cloud.run_in(other, "hostname").strip() == names[1]
     environment = cloud.run_in(other, PYTHON, "-c", GET, f"{url}/environment")
@@ -102,11 +102,11 @@ def test_machines_share_a_network_and_no_files(cloud: EmulatedCloud, tmp_path: P
 def test_all_of_a_machine_ends_with_its_instance_which_can_be_ended_again(cloud: EmulatedCloud) -> None:
     (instance,) = cloud.boot("#!/bin/bash\ntrap '' TERM\nsetsid sleep 1000 &\n(sleep 1001 &)\nsleep 1002\n")
     id_ = instance["InstanceId"]
-    until(lambda: len(cloud.machine_pids(id_)) == 4, "its processes")
+    wait_for(lambda: len(cloud.machine_pids(id_)) == 4, "its processes")
     processes = cloud.machine_pids(id_)
     end(cloud, id_)
     assert [pid for pid in processes if Path(f"/proc/{pid}").exists()] == []
-    until(lambda: why(cloud, id_) == "terminated", "the ledger")
+    wait_for(lambda: why(cloud, id_) == "terminated", "the ledger")
     end(cloud, id_)
     assert state(cloud, id_) == "terminated"
     with pytest.raises(ClientError, match=r"InvalidInstanceID\.NotFound"):
@@ -115,7 +115,7 @@ def test_all_of_a_machine_ends_with_its_instance_which_can_be_ended_again(cloud:
 
 def test_a_machine_that_powers_off_ends_its_instance(cloud: EmulatedCloud) -> None:
     (instance,) = cloud.boot("#!/bin/bash\n/sbin/shutdown -P now 'Until then.'\n")
-    until(lambda: state(cloud, instance["InstanceId"]) == "terminated", "the end of the instance")
+    wait_for(lambda: state(cloud, instance["InstanceId"]) == "terminated", "the end of the instance")
     assert why(cloud, instance["InstanceId"]) == "powered off"
 
 
@@ -131,8 +131,8 @@ def test_a_machine_is_told_what_it_is_and_that_it_is_reclaimed(cloud: EmulatedCl
     notice = json.loads(json.loads(cloud.run_in(id_, *ask))[2])
     assert notice["action"] == "terminate"
     cloud.reclaim(id_, notice_s=0)
-    until(lambda: state(cloud, id_) == "terminated", "the end of the instance")
-    until(lambda: why(cloud, id_) == "reclaimed", "the end of the machine")
+    wait_for(lambda: state(cloud, id_) == "terminated", "the end of the instance")
+    wait_for(lambda: why(cloud, id_) == "reclaimed", "the end of the machine")
 
 
 def test_a_cloud_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
@@ -144,5 +144,5 @@ def test_a_cloud_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
         assert len([*Path("/run/netns").glob(own)]) == 3
         holder.kill()
     assert processes
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "the end of all processes")
-    until(lambda: not [*Path("/run/netns").glob(own)], "the end of namespaces")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "the end of all processes")
+    wait_for(lambda: not [*Path("/run/netns").glob(own)], "the end of namespaces")

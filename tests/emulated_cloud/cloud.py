@@ -25,7 +25,7 @@ from tests.emulated_cloud.daemon import ADDRESS, CONTROL, CONTROL_HOST, PORT, ST
 from tests.emulated_cloud.proxy import Fault, Kind
 from tests.support import namespaces
 from tests.support.cloud import Cloud
-from tests.support.mlflow_server import until
+from tests.support.processes import wait_for
 from tests.support.terraform import CREDENTIALS
 
 _numbers = itertools.count()
@@ -231,7 +231,7 @@ class EmulatedCloud(Cloud):
             ImageId=self.image(), InstanceType="m7i.2xlarge", MinCount=count, MaxCount=count, UserData=user_data
         )
         made = {each["InstanceId"] for each in ran["Instances"]}
-        until(lambda: made <= {start.instance for start in self.starts}, "machines")  # one may have ended by now
+        wait_for(lambda: made <= {start.instance for start in self.starts}, "machines")  # one may have ended by now
         return ran["Instances"]
 
     def _ask(self, what: str, **arguments: object) -> Any:

@@ -13,12 +13,12 @@ import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from areal_core.models.verified import weights_digest
-from tests.faults.history import consumed, looks
+from tests.faults.history import look_at, looks
 
 _ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
 
@@ -58,6 +58,10 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter[str])
     findings: Findings = field(default_factory=Findings)
     output: str = ""  # of its launchers
+
+    def unresumable(self, what: str) -> None:
+        """A run has not come to its end."""
+        self.findings.unresumable.append(f"{what}: {(self.output.strip().splitlines() or ['nothing'])[-1]}")
 
 
 def check(run: Path, store: Path, entries: list[dict[str, Any]], *, steps: int) -> Findings:
@@ -120,18 +124,23 @@ def _check_history(
     """Within an incarnation, a batch that was fixed and a version that was published stay what they were. Returns the
     groups of all batches and the hashes of all versions: the ledger's, and those that were seen before it folded
     them."""
-    incarnation = ledger.execute("SELECT incarnation FROM run").fetchone()[0]
-    batches: dict[int, list[int]] = {}
     rows: dict[int, list[list[int]]] = {}
     versions: dict[int, str] = {}
     steps_of: dict[int, int] = {}  # group -> step
     current = 0
-    for look in (*looks(entries), _last_look(ledger, incarnation)):
+    last = look_at(ledger)
+
+    def forget(beyond: int) -> None:
+        """What may come out otherwise from this step on."""
+        for known in (rows, versions):
+            for step in [step for step in known if step >= beyond]:
+                del known[step]
+        for group in [group for group, step in steps_of.items() if step >= beyond]:
+            del steps_of[group]
+
+    for look in (*looks(entries), {"kind": "look", "gone": [], **asdict(last)}):
         if look["kind"] == "moved":  # what came after the newest checkpoint is lost with the machine
-            batches = {step: groups for step, groups in batches.items() if step <= look["step"]}
-            versions = {version: digest for version, digest in versions.items() if version <= look["step"]}
-            steps_of = {group: step for group, step in steps_of.items() if step <= look["step"]}
-            rows = {step: groups for step, groups in rows.items() if step <= look["step"]}
+            forget(look["step"] + 1)
             current = -1
             continue
         if current == -1:
@@ -139,50 +148,29 @@ def _check_history(
         if look["incarnation"] < current:
             findings.lost.append(f"incarnation {current} was followed by {look['incarnation']}")
         if look["incarnation"] != current:
-            folded, current = look["folded"], look["incarnation"]  # nothing that it depends on changes any more
-            batches = {step: groups for step, groups in batches.items() if step < folded}
-            versions = {version: digest for version, digest in versions.items() if version < folded}
-            steps_of = {group: step for group, step in steps_of.items() if step < folded}
-            rows = {step: groups for step, groups in rows.items() if step < folded}
+            current = look["incarnation"]
+            forget(look["folded"])  # nothing that earlier steps depend on changes any more
         findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in look["gone"]]
-        for step, groups in look["batches"].items():
-            if batches.setdefault(step, groups) != groups:
-                findings.lost.append(f"the batch of step {step} was {batches[step]}, and {groups} later")
+        for step, batch in look["rows"].items():
+            groups, before = _groups(batch), _groups(rows.setdefault(step, batch))
+            if before != groups:
+                findings.lost.append(f"the batch of step {step} was {before}, and {groups} later")
             for group in groups:
                 if steps_of.setdefault(group, step) != step:
                     findings.used_twice.append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
         for version, digest in look["versions"].items():
             if versions.setdefault(version, digest) != digest:
                 findings.versions.append(f"version {version} was {versions[version]}, and {digest} later")
-        batches.update(look["batches"])
         versions.update(look["versions"])
         rows.update(look["rows"])
-    last = _last_look(ledger, incarnation)
-    folded = last["folded"]
-    findings.lost += [
-        f"the batch of step {step} is gone at the end"
-        for step in batches
-        if step not in last["batches"] and step >= folded
-    ]
-    findings.lost += [
-        f"version {version} is gone at the end"
-        for version in versions
-        if version not in last["versions"] and version >= folded
-    ]
-    return {step: groups for step, groups in rows.items() if step in last["rows"] or step < folded}, versions
+    for what, known, held in (("the batch of step", rows, last.rows), ("version", versions, last.versions)):
+        missing = [number for number in known if number not in held and number >= last.folded]
+        findings.lost += [f"{what} {number} is gone at the end" for number in missing]
+    return {step: groups for step, groups in rows.items() if step in last.rows or step < last.folded}, versions
 
 
-def _last_look(ledger: sqlite3.Connection, incarnation: int) -> dict[str, Any]:
-    rows = consumed(ledger)
-    return {
-        "kind": "look",
-        "incarnation": incarnation,
-        "batches": {step: [group for group, *_ in groups] for step, groups in rows.items()},
-        "rows": rows,
-        "versions": dict(ledger.execute("SELECT version, digest FROM versions").fetchall()),
-        "folded": ledger.execute("SELECT step FROM forgotten").fetchone()[0],
-        "gone": [],
-    }
+def _groups(batch: list[list[int]]) -> list[int]:
+    return [group for group, *_ in batch]
 
 
 def _check_staleness(rows: dict[int, list[list[int]]], config: dict[str, Any], findings: Findings) -> None:

@@ -25,10 +25,9 @@ class Look:
 
     incarnation: int = 0
     versions: dict[int, str] = field(default_factory=dict[int, str])  # published: version -> hash
-    batches: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # fixed: step -> groups
-    tokens: dict[int, int] = field(default_factory=dict[int, int])  # of the batch of a step
     folded: int = 0  # rows of earlier steps, versions among them, may be gone
-    rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])  # of the groups of a step
+    # Fixed batches by step; of each group: group, prompt, oldest and newest version of its tokens.
+    rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
 
 
 def read_ledger(path: Path) -> Look | None:
@@ -38,33 +37,22 @@ def read_ledger(path: Path) -> Look | None:
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_WAIT_S)) as ledger:
             ledger.execute("BEGIN")
-            batches: dict[int, list[int]] = {}
-            tokens: dict[int, int] = {}
-            rows = consumed(ledger)
-            for step, group, sampled in ledger.execute(
-                "SELECT step, group_id, tokens FROM groups WHERE state = 'consumed' ORDER BY step, admission"
-            ):
-                batches.setdefault(step, []).append(group)
-                tokens[step] = tokens.get(step, 0) + sampled
-            return Look(
-                incarnation=ledger.execute("SELECT incarnation FROM run").fetchone()[0],
-                versions=dict(ledger.execute("SELECT version, digest FROM versions")),
-                batches={step: tuple(groups) for step, groups in batches.items()},
-                tokens=tokens,
-                folded=ledger.execute("SELECT step FROM forgotten").fetchone()[0],
-                rows=rows,
-            )
+            return look_at(ledger)
     except (sqlite3.Error, TypeError):  # it is being made, replaced or recovered; or it is damaged
         return None
 
 
-def consumed(ledger: sqlite3.Connection) -> dict[int, list[list[int]]]:
-    """By step, of each group of its batch: group, prompt, oldest and newest version of its tokens."""
-    found: dict[int, list[list[int]]] = {}
+def look_at(ledger: sqlite3.Connection) -> Look:
+    rows: dict[int, list[list[int]]] = {}
     columns = "step, group_id, prompt_index, min_version, max_version"
     for step, *row in ledger.execute(f"SELECT {columns} FROM groups WHERE state = 'consumed' ORDER BY step, admission"):
-        found.setdefault(step, []).append(row)
-    return found
+        rows.setdefault(step, []).append(row)
+    return Look(
+        incarnation=ledger.execute("SELECT incarnation FROM run").fetchone()[0],
+        versions=dict(ledger.execute("SELECT version, digest FROM versions").fetchall()),
+        folded=ledger.execute("SELECT step FROM forgotten").fetchone()[0],
+        rows=rows,
+    )
 
 
 class History:
@@ -87,11 +75,9 @@ class History:
                 "look",
                 incarnation=seen.incarnation,
                 versions={k: v for k, v in seen.versions.items() if last.versions.get(k) != v},
-                batches={k: v for k, v in seen.batches.items() if last.batches.get(k) != v},
-                tokens={k: v for k, v in seen.tokens.items() if last.tokens.get(k) != v},
                 rows={k: v for k, v in seen.rows.items() if last.rows.get(k) != v},
                 folded=seen.folded,
-                gone=sorted(step for step in set(last.batches) - set(seen.batches) if step >= seen.folded),
+                gone=sorted(step for step in set(last.rows) - set(seen.rows) if step >= seen.folded),
                 place=self._place(),
             )
             self._last = seen
@@ -131,10 +117,4 @@ def looks(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if entry["kind"] == "moved":
             yield entry
         elif entry["kind"] == "look":
-            yield {
-                **entry,
-                **{
-                    name: {int(k): v for k, v in entry[name].items()}
-                    for name in ("versions", "batches", "tokens", "rows")
-                },
-            }
+            yield entry | {name: {int(k): v for k, v in entry[name].items()} for name in ("versions", "rows")}

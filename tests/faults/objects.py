@@ -55,9 +55,6 @@ class FaultyFiles(Folder):
     def get_bytes(self, path: str) -> bytes:
         return self._call(lambda: super(FaultyFiles, self).get_bytes(path))
 
-    def exists(self, path: str) -> bool:
-        return self._call(lambda: super(FaultyFiles, self).exists(path))
-
     def sizes(self, path: str) -> dict[str, int]:
         found = self._call(lambda: super(FaultyFiles, self).sizes(path))
         for late, left in list(self._late.items()):

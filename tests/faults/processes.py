@@ -23,9 +23,8 @@ from areal_core.config.schema import RunConfig
 from tests.faults.checker import Outcome, check, orphans
 from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
-from tests.faults.learning import learning
 from tests.faults.points import Point, environment
-from tests.support.runs import MARK, Launched, changed
+from tests.support.runs import MARK, Launched, changed, learning
 
 KINDS = ("trainer", "rank", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
 _PLACES = {"rank": ("trainer", 1)}  # the second one of a role
@@ -374,7 +373,7 @@ def _end(target: Target) -> None:
     """Have the run make a few more steps and end, whatever strikes it on the way, and check it."""
     target.strike("launcher", signal.SIGKILL)
     seen = target.history.look()
-    last = max((*(seen.batches if seen else ()), target.run.step()))
+    last = max((*(seen.rows if seen else ()), target.run.step()))
     target.resume(training={"steps": last + _MORE_STEPS})
     _to_the_end(target)
 
@@ -396,8 +395,7 @@ def _to_the_end(target: Target) -> None:
             return
         target.resume()
     target.result.output += target.run.output()
-    lines = target.result.output.strip().splitlines()
-    target.result.findings.unresumable.append(f"seed {target.seed}: {(lines or ['nothing'])[-1]}")
+    target.result.unresumable(f"seed {target.seed}")
 
 
 def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int) -> RunConfig:

@@ -26,7 +26,8 @@ from flows.stack import ROOT
 from tests.faults.checker import Outcome, check
 from tests.faults.history import History
 from tests.support.control import environment, processes_of, tiny
-from tests.support.runs import Launched, changed, kill_all
+from tests.support.processes import kill_all, wait_for
+from tests.support.runs import Launched, changed
 
 KINDS = {  # and what tells them by their command lines
     "flow": "prefect.engine",
@@ -80,12 +81,7 @@ class Train:
         return Path(self._output.name).read_text()
 
     def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
-        deadline = time.monotonic() + _WAIT_S
-        while time.monotonic() < deadline:
-            if found := condition():
-                return found
-            time.sleep(0.05)
-        raise AssertionError(f"not within {_WAIT_S:g} s: {what}\n{self.output()}\n{processes_of(self._state)}")
+        return wait_for(condition, lambda: f"{what}\n{self.output()}\n{processes_of(self._state)}", _WAIT_S)
 
     def until_step(self, step: int) -> None:
         """Return once this policy version, or a later one, is published."""

@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.types import GroupState
-from tests.faults import messages, objects, power_offs, processes
+from tests.faults import objects, outside, processes
 from tests.faults.disk import compiler
 from tests.faults.points import POINTS
 
@@ -51,7 +51,7 @@ def test_killed_processes_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> 
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 @pytest.mark.nightly
 def test_run_survives_losses_of_power(tmp_path: Path) -> None:
-    found = power_offs.lose_power(tmp_path / "run", 1, 2)
+    found = outside.lose_power(tmp_path / "run", 1, 2)
     assert found.findings.problems() == [], found.output
     assert found.faults.total() == 2
 
@@ -60,7 +60,7 @@ def test_run_survives_losses_of_power(tmp_path: Path) -> None:
 @pytest.mark.cpu_seconds(40)
 @pytest.mark.nightly
 def test_run_survives_lost_late_and_repeated_messages(tmp_path: Path) -> None:
-    found = messages.strike(tmp_path / "run", 1, steps=20)
+    found = outside.lose_messages(tmp_path / "run", 1, steps=20)
     assert found.findings.problems() == []
     assert set(found.faults) == {"request lost", "response lost", "late", "repeated late"}
 

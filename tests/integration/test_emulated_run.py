@@ -16,7 +16,7 @@ from areal_core.run.progress import conclude
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus
-from tests.support.runs import tiny
+from tests.support.runs import merged, tiny
 
 STEPS = 3
 
@@ -30,7 +30,7 @@ def emulated(root: Path, *, mode: str = "async", **fields: dict[str, Any]) -> Ru
         "launch": {"devices": 3, "restarts": 0},
         "emulation": {"speed": 200.0, "length_median": 1500.0, "handover_s": 2.0},
     }
-    return tiny(root, mode=mode, **{name: groups.get(name, {}) | fields.get(name, {}) for name in groups | fields})
+    return tiny(root, mode=mode, **merged(groups, fields))
 
 
 @pytest.mark.slow

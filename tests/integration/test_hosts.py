@@ -7,11 +7,9 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import PolicyVersion
-from tests.faults.learning import learning
-from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
+from tests.support.processes import TIMEOUT_S, free_port, kill_all, marked
+from tests.support.runs import Launched, learning, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
 pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(80)]
@@ -62,12 +60,7 @@ class Node:
         return status, self.output.read_text().splitlines()[-1]
 
     def processes(self) -> list[int]:
-        found: list[int] = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"AREAL_TEST_NODE={self._mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        return marked("AREAL_TEST_NODE", self._mark)
 
 
 Start = Callable[..., Node]
@@ -206,9 +199,7 @@ def test_rank_0_on_another_machine_makes_the_same_weights(tmp_path: Path, start:
 
 
 def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    launch = LAUNCH | {"remote_roles": "generation", "files_port": port}
+    launch = LAUNCH | {"remote_roles": "generation", "files_port": free_port()}
 
     def config(machine: str) -> RunConfig:
         storage = {"url": str(tmp_path / "store"), "lease_s": 4.0}

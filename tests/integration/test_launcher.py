@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from areal_core.run.launcher import Run
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.types import RunSummary, TokenLedger
+from tests.support.processes import wait_for
 
 PATIENCE_S = 120.0
 
@@ -161,11 +161,8 @@ class Stage:
     def pids(self) -> list[int]:
         return [json.loads(file.read_text())["pid"] for file in self.dir.ready.glob("*.json")]
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.lines
-            time.sleep(0.02)
+    def wait_for(self, look: Callable[[], object]) -> None:
+        wait_for(look, lambda: self.lines)
 
     def joined(self) -> list[list[str]]:
         file = self.dir.root / "joined"

@@ -1,4 +1,5 @@
-"""A run that everything of was killed goes on, whatever its folder or its store has lost meanwhile."""
+"""A run that everything of was killed goes on, whatever its folder or its store has lost meanwhile, or `make prune` has
+deleted."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
+from flows import prune_command
 from tests.support.models import put_base_model
-from tests.support.runs import TIMEOUT_S, Launched, tiny
+from tests.support.processes import TIMEOUT_S
+from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
@@ -97,12 +100,20 @@ def _newest(config: RunConfig) -> int | None:
 
 
 @pytest.mark.nightly
-def test_a_run_with_an_adapter_goes_on_on_a_new_machine(config: RunConfig) -> None:
-    """Its version comes from the checkpoint, and what it adds to from the base model that is there. The final model is
-    that with the adapter beside it. The policy is too weak for rewards to differ; its entropy gives it a gradient."""
+def test_a_run_with_an_adapter_goes_on_on_a_new_machine_with_its_own_base_model(config: RunConfig) -> None:
+    """Another base model is refused. Its version comes from the checkpoint, and what it adds to from the base model
+    that is there. The final model is that with the adapter beside it. The policy is too weak for rewards to differ; its
+    entropy gives it a gradient."""
     training = replace(config.training, lora=LoraConfig(rank=2))
     adapted = replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
     run = killed(adapted, 4)
+    model = Path(run.info().model_path) / "model.safetensors"
+    whole = model.read_bytes()
+    model.write_bytes(_flipped(whole))
+    with Launched(adapted, "r") as other:
+        assert other.end() == 2
+        assert "is an adapter to a model with digest" in other.output()
+    model.write_bytes(whole)
     shutil.rmtree(run.root)
     assert "restored the ledger from the checkpoint of step" in finished(adapted)
     base, store = Path(run.info().model_path), Path(adapted.storage.url) / "runs" / "r"
@@ -110,8 +121,8 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine(config: RunConfig) -> No
     assert lora is not None
     last = read_adapter(store / "adapter" / ADAPTER, spec, lora)
     assert any(array.any() for name, array in last.items() if "lora_B" in name)
-    final, whole = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
-    assert all((final[name] == array).all() for name, array in whole.items())
+    final, merge = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
+    assert all((final[name] == array).all() for name, array in merge.items())
     assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
@@ -205,3 +216,47 @@ def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: Run
             os.kill(pid, signal.SIGCONT)
         assert "run_id: another launcher has taken the run over, on " in first.failed()
     assert _newest(config) == 8
+
+
+@pytest.mark.end_to_end
+def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(tmp_path, training={"steps": 40, "checkpoint_every": 2}, evaluation={"enabled": False})
+    given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
+
+    def prune(*options: str) -> tuple[int, str, str]:
+        status = prune_command.main([*options, *given])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    def row(table: str) -> list[str]:
+        (found,) = (line.split() for line in table.splitlines() if line.startswith("first "))
+        return found
+
+    with Launched(config, "first") as run:
+        run.until_step(3)
+        status, out, _ = prune()
+        assert (status, "running" in row(out)) == (0, True)
+        assert prune("--run", "first", "--yes")[::2] == (2, "areal: error: RUN: first is running; stop it first\n")
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.end() == 143
+    store = Storage.open(config.storage.url).child("runs/first")
+    store.put_bytes("checkpoints/step-000099.1/optimizer.safetensors", bytes(5_000_000))
+    status, out, _ = prune()
+    assert (status, "stopped" in row(out)) == (0, True)
+    assert (float(row(out)[-2]) >= 5, row(out)[-1]) == (True, "MB")
+    assert prune("--run", "first")[0] == 1  # nobody says yes
+    assert "checkpoints/step-000099.1/optimizer.safetensors" in store.list()
+    assert prune("--yes")[0] == 0
+    assert "checkpoints/step-000099.1/optimizer.safetensors" not in store.list()
+    with Launched(config, "first") as run:
+        run.finished()
+    assert "finished" in row(prune()[1])
+    assert prune("--older", "1", "--yes")[0] == 0  # it is younger
+    assert run.run.summary.exists()
+    status, out, _ = prune("--run", "first", "--yes")
+    assert (status, out.splitlines()[-1].startswith("first: ")) == (0, True)
+    assert not run.run.root.exists()
+    assert store.list() == ("lease.json",)
+    assert prune()[1].startswith("No runs in ")

@@ -22,9 +22,8 @@ from areal_core.storage.objects import Storage
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.forward import completion_logprobs
 from areal_core.types import RunSummary
-from tests.support import runs
 from tests.support.generation import by_transformers, request
-from tests.support.runs import Launched, tiny
+from tests.support.runs import Launched, merged, tiny
 from tests.support.trajectories import ServerView
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
@@ -38,8 +37,7 @@ def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConf
         "training": {"steps": 2},
         "launch": {"restarts": 0},
     }
-    merged = {name: base.get(name, {}) | groups.get(name, {}) for name in base | groups}
-    return tiny(root / "state", warm=warm, **merged)
+    return tiny(root / "state", warm=warm, **merged(base, groups))
 
 
 @pytest.mark.nightly
@@ -67,7 +65,7 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
 @pytest.mark.nightly
 def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
     """A request from outside the run has an id like those of its groups, so that its tokens are counted."""
-    with Launched(runs.tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:
+    with Launched(tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:
         run.until_step(1)
         sampled = ServerView(run.url("generation"), run.run.token()).ask(request("group-1000-0"))
         line = run.failed()

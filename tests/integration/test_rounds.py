@@ -1,4 +1,5 @@
-"""Rounds of torchrun's agents: one that ends leaves the rendezvous open, and what others write there is not read."""
+"""Ranks and torchrun's agents meet at a rendezvous. Errors name a rank that dies or never comes; an agent that ends
+leaves the rendezvous open; what others write there is not read."""
 
 from __future__ import annotations
 
@@ -10,12 +11,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from areal_core.training.distributed.ranks import rendezvous_of_ranks
+from tests.support import forked
+from tests.support.processes import wait_for
+from tests.support.ranks import summing
+
+pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120.0
 # One of two agents; its one rank runs the given code.
@@ -64,10 +73,7 @@ class Rendezvous:
         return output
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, [file.read_text() for file in self._folder.glob("agent-*.txt")]
-            time.sleep(0.05)
+        wait_for(condition, lambda: [file.read_text() for file in self._folder.glob("agent-*.txt")])
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -93,7 +99,6 @@ def works(output: Path) -> bool:
     return bool(WORKING.search(output.read_text()))
 
 
-@pytest.mark.slow
 @pytest.mark.recovery
 def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
     rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
@@ -128,10 +133,104 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Ren
     assert not (tmp_path / "taken-over").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
     outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
     line = "--node: two machines say that they are number 0"
     rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
     assert not any(works(output) for output in outputs)
+
+
+PATIENCE_S = 120.0
+
+
+class Ranks:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.started: dict[int, BaseProcess] = {}
+
+    def start(self, rank: int, size: int, *, where: str | None = None, join_s: float = PATIENCE_S) -> None:
+        where = where or str(self._folder / "rendezvous")
+        environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
+        arguments = (rank, size, where, self._folder / "go", join_s)
+        self.started[rank] = forked.start(summing, *arguments, output=self._output(rank), environment=environment)
+
+    def lines(self, rank: int, count: int = 1) -> list[str]:
+        """The first lines that a rank prints, once there are as many."""
+        said: list[str] = []
+
+        def enough() -> bool:
+            said[:] = self._output(rank).read_text().splitlines(keepends=True) if self._output(rank).exists() else []
+            return len(said) >= count and said[count - 1].endswith("\n")
+
+        wait_for(enough)
+        return [line.strip() for line in said[:count]]
+
+    def go(self) -> None:
+        (self._folder / "go").touch()
+
+    def error(self, rank: int) -> str:
+        """The last line of a rank that has failed."""
+        self.started[rank].join(PATIENCE_S)
+        assert self.started[rank].exitcode == 1
+        return self._output(rank).read_text().strip().splitlines()[-1]
+
+    def kill(self) -> None:
+        for process in self.started.values():
+            process.kill()
+            process.join()
+
+    def _output(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.txt"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.kill()
+
+
+def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.start(rank, 2)
+    assert ranks.lines(0) == ranks.lines(1) == ["sum 1.0 2.0 max 1"]
+    ranks.started[0].kill()
+    ranks.started[0].join()
+    ranks.go()
+    assert ranks.error(1) == (
+        "rank 0 (host 10.0.0.0) did not reach all_reduce 3 where the others wait, and a connection was closed"
+    )
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    ranks.start(0, 3, join_s=6.0)
+    ranks.start(2, 3, join_s=6.0)
+    for rank in (0, 2):
+        assert ranks.error(rank) == "rank 1 did not join the rendezvous within 6 s"
+
+
+def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone(
+    ranks: Ranks, rendezvous: Rendezvous
+) -> None:
+    assert rendezvous.where.startswith("127.0.0.1:")
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process(rendezvous.process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening == ["127.0.0.1"]
+    ranks.go()
+    for rank in range(2):
+        ranks.start(rank, 2, where=f"{rendezvous.where}/127.0.0.1:4711")
+    for rank in range(2):
+        assert ranks.lines(rank, 2) == ["sum 1.0 2.0 max 1", "sum 1.0 2.0"]
+        ranks.started[rank].join(PATIENCE_S)
+        assert ranks.started[rank].exitcode == 0
+
+
+def test_rendezvous_of_ranks(tmp_path: Path) -> None:
+    assert rendezvous_of_ranks({}, tmp_path) == tmp_path / "rendezvous-0"
+    assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
+    by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
+    assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"

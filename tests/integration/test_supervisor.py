@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.storage.rundir import RunDir
+from tests.support.processes import wait_for
 
 PATIENCE_S = 120.0
 ADOPT = """
@@ -296,10 +296,7 @@ def test_a_sweeper_that_is_killed_is_replaced_while_its_launcher_lives(rig: Rig)
         os.kill(first, signal.SIGTERM)  # which it ignores
         os.kill(first, signal.SIGKILL)
         assert gone(first)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (second := sweepers(launcher.pid)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        second = wait_for(lambda: sweepers(launcher.pid))
         os.kill(child, signal.SIGSTOP)
         launcher.kill()
         assert gone(child)

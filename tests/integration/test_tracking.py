@@ -1,13 +1,20 @@
-"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
+"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded; and
+registered models: one version a run, and the alias of the best one."""
+
+from __future__ import annotations
 
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -16,13 +23,37 @@ from areal_core.config.schema import load
 from areal_core.errors import TrackingError
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.forwarder import Forwarder
-from areal_core.tracking.mlflow_client import start_run
+from areal_core.tracking.mlflow_client import register, start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
-from tests.support.mlflow_server import PAUSE, Server, until
+from flows.stack import responds
+from tests.support.processes import Daemon, free_port, wait_for
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+
+
+class Server(Daemon):
+    """`mlflow server` on a port of its own; its database outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        port = str(free_port())
+        self.uri = f"http://127.0.0.1:{port}"
+        self.folder = folder
+        command = ["mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"]
+        command += ["--artifacts-destination", str(folder / "artifacts"), "--host", "127.0.0.1", "--port", port]
+        settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        super().__init__(folder / "server.log", command, os.environ | settings)
+
+    def start(self) -> None:
+        super().start()
+        wait_for(lambda: responds(f"{self.uri}/health"), f"the MLflow server; its log: {self.log}")
+
+    def held(self, run_id: str) -> list[tuple[str, int, float, int]]:
+        """Every stored point, straight from the database: doubles would show. Key, step, value, time in ms."""
+        with closing(sqlite3.connect(f"file:{self.folder}/mlflow.db?mode=ro", uri=True)) as database:
+            query = "SELECT key, step, value, timestamp FROM metrics WHERE run_uuid = ? ORDER BY key, step"
+            return database.execute(query, (run_id,)).fetchall()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +79,7 @@ class Run:
         self.outbox = Outbox(self.folder.outbox, "r1")
         self.command = ["-m", "areal_core.tracking", "--run-dir", str(self.folder.root)]
 
-    def forward(self, **environment: str) -> "subprocess.Popen[str]":
+    def forward(self, **environment: str) -> subprocess.Popen[str]:
         command = [sys.executable, *self.command]
         return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
 
@@ -58,7 +89,7 @@ class Run:
         assert info.tracking_uri is not None
         assert info.tracking_run_id is not None
         with closing(outbox):
-            return Forwarder(outbox, info.tracking_uri, info.tracking_run_id).run(PAUSE.wait)
+            return Forwarder(outbox, info.tracking_uri, info.tracking_run_id).run(threading.Event().wait)
 
     def log(self, steps: range) -> None:
         for step in steps:
@@ -86,10 +117,10 @@ def expected(steps: range) -> list[tuple[str, int, float, int]]:
 def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> None:
     forwarder = run.forward()
     run.log(range(3000))
-    until(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
+    wait_for(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
     server.kill()  # most likely while a batch is stored
     run.log(range(3000, 3500))
-    PAUSE.wait(1.0)  # some attempts fail
+    time.sleep(1.0)  # some attempts fail
     assert forwarder.poll() is None
     server.start()
     run.log(range(3500, 4000))
@@ -131,7 +162,7 @@ def test_run_does_not_notice_a_server_that_never_answers(server: Server, client:
 def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
     run.log(range(3000))
     forwarder = run.forward()
-    until(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
+    wait_for(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
     forwarder.kill()
     forwarder.communicate()
     run.outbox.end("FINISHED")
@@ -143,7 +174,7 @@ def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) 
 def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
     run.log(range(5))
     forwarder = run.forward(MLFLOW_RUN_ID="0" * 32, MLFLOW_TRACKING_URI="http://127.0.0.1:1")  # must not interfere
-    until(lambda: run.outbox.unsent() == 0, "the points")
+    wait_for(lambda: run.outbox.unsent() == 0, "the points")
     run.log(range(5, 10))
     forwarder.terminate()
 
@@ -198,3 +229,38 @@ def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, cli
         assert [(len(name), name[239:242]) for name in found] == [(250, "...")] * 2
         assert all(text.startswith(value * 4000) and text.endswith("...") for text in found.values())
     assert run.info.run_name == "r" * 247 + "..."
+
+
+# -- registered models -------------------------------------------------------------------------------------------------
+
+
+def registered_model(run: str, accuracy: float, held_out: str = "a", name: str = "areal-m") -> dict[str, Any]:
+    url = f"s3://bucket/runs/{run}/best"
+    return {"name": name, "url": url, "run": run, "version": 5, "accuracy": accuracy, "held_out": held_out}
+
+
+def test_the_best_version_of_comparable_runs_has_the_alias(server: Server, client: MlflowClient) -> None:
+    runs = {name: start_run(server.uri, "e", name, {}, {}) for name in ("first", "worse", "better", "other")}
+
+    def registered(name: str, accuracy: float, held_out: str = "a") -> str:
+        register(client, runs[name], registered_model(name, accuracy, held_out))
+        register(client, runs[name], registered_model(name, accuracy, held_out))  # again, as after a failure
+        return client.get_model_version_by_alias("areal-m", "best").run_id
+
+    assert registered("first", 0.5) == runs["first"]
+    assert registered("worse", 0.4) == runs["first"]
+    assert registered("better", 0.6) == runs["better"]
+    assert registered("other", 0.1, held_out="b") == runs["other"]  # other prompts: nothing to compare with
+    versions = client.search_model_versions("name='areal-m'")
+    assert sorted(version.run_id for version in versions) == sorted(runs.values())
+    (first,) = [version for version in versions if version.run_id == runs["first"]]
+    assert first.source == "s3://bucket/runs/first/best"
+    assert first.tags["areal.version"] == "5"
+    assert "held-out accuracy 0.500" in first.description
+
+
+def test_a_model_in_a_folder_is_named_by_a_tag(server: Server, client: MlflowClient, tmp_path: Path) -> None:
+    run_id = start_run(server.uri, "e", "local", {}, {})
+    register(client, run_id, {**registered_model("local", 0.5, name="areal-local"), "url": str(tmp_path)})
+    (version,) = client.search_model_versions("name='areal-local'")
+    assert (version.source, version.tags["areal.url"]) == (f"runs:/{run_id}/summary.json", str(tmp_path))

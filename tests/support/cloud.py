@@ -16,7 +16,7 @@ from botocore.config import Config
 
 from areal_core.launch.process import die_with_parent
 from flows.stack import responds
-from tests.support.mlflow_server import free_port, until
+from tests.support.processes import free_port, wait_for
 from tests.support.terraform import CREDENTIALS, REGION
 
 BUCKET = "areal-emulated"
@@ -101,7 +101,7 @@ def emulated(folder: Path) -> Iterator[Cloud]:
         subprocess.Popen(command, env=settings, stdout=output, stderr=output, preexec_fn=die_with_parent) as server,
     ):
         try:
-            until(lambda: responds(f"{endpoint}/moto-api/"), f"moto's server; its log: {log}")
+            wait_for(lambda: responds(f"{endpoint}/moto-api/"), f"moto's server; its log: {log}")
             yield Cloud(endpoint)
         finally:
             server.terminate()

@@ -10,6 +10,7 @@ from pathlib import Path
 from flows.compose import configure
 from flows.stack import ROOT
 from tests.support.models import put_base_model
+from tests.support.processes import entries
 
 _NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
 _SMALL = (
@@ -47,7 +48,7 @@ def run_python(state: Path, *arguments: str, **settings: str) -> subprocess.Comp
 def processes_of(state: Path) -> dict[int, str]:
     """Pid and command line of every process that has this state folder in its environment or its command line."""
     found: dict[int, str] = {}
-    for process in Path("/proc").glob("[0-9]*"):
+    for process in entries():
         try:
             command = (process / "cmdline").read_bytes()
             if str(state).encode() in (process / "environ").read_bytes() + command:

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from areal_core.storage import weights as versions
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 from tests.support import slow
 from tests.support.generation import LLAMA_GQA, Reference, weights, write
+from tests.support.processes import entries, wait_for
 
 CONTEXT = 4096
 SLOTS = 16
@@ -111,11 +111,11 @@ def _slow_while(ready: Path) -> Path:
 
 
 def url_of(process: subprocess.Popen[str], ready: Path, kind: str = "embedded") -> str:
-    deadline = time.monotonic() + _START_S[kind]
-    while not ready.exists():
+    def is_ready() -> bool:
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "the server never became ready"
-        time.sleep(0.05)
+        return ready.exists()
+
+    wait_for(is_ready, "the server is ready", _START_S[kind])
     return json.loads(ready.read_text())["url"]
 
 
@@ -135,11 +135,11 @@ def serving(kind: str, model: Path, ready: Path, *options: object) -> Iterator[S
 def members(group: int) -> list[int]:
     """Processes of a group that still run."""
     found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for entry in entries():
         with contextlib.suppress(OSError):
-            state, _, pgrp, *_ = stat.read_text().rpartition(")")[2].split()
+            state, _, pgrp, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(pgrp) == group and state != "Z":
-                found.append(int(stat.parent.name))
+                found.append(int(entry.name))
     return found
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import IPv4Address
 from pathlib import Path
+
+from tests.support import processes
 
 PREFIX = "areal"
 TIMEOUT_S = 300.0  # for whatever a test waits for; what fails to come fails there
@@ -115,7 +115,7 @@ def pids(namespace: str) -> list[int]:
     found: list[int] = []
     with suppress(FileNotFoundError):  # there is no such namespace
         asked = (_NAMED / namespace).stat()
-        for process in Path("/proc").glob("[0-9]*"):
+        for process in processes.entries():
             with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ends
                 if os.path.samestat((process / "ns" / "net").stat(), asked):
                     found.append(int(process.name))
@@ -123,13 +123,7 @@ def pids(namespace: str) -> list[int]:
 
 
 def kill_all(namespace: str, but: Sequence[int] = ()) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while left := [pid for pid in pids(namespace) if pid not in but]:
-        assert time.monotonic() < deadline, f"left running in {namespace}: {left}"
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    processes.kill_all(lambda: [pid for pid in pids(namespace) if pid not in but])
 
 
 def end(own: str, but: Sequence[int] = ()) -> None:

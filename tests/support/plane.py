@@ -7,10 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +15,7 @@ from uuid import UUID
 
 import boto3
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 
 from flows.shared import PROGRESS
@@ -27,8 +23,9 @@ from flows.shares import FINISH
 from flows.stack import ROOT, responds
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET
-from tests.support.control import environment, processes_of, run_python
-from tests.support.mlflow_server import until
+from tests.support.control import processes_of, run_python
+from tests.support.processes import Daemon, wait_for
+from tests.support.stack import ControlPlane
 from tests.support.terraform import mirror
 
 T = TypeVar("T")
@@ -38,28 +35,25 @@ _START_S = 120.0
 _PAGE = 200  # of log lines
 
 
-class Plane:
+class Plane(ControlPlane):
     """What runs on the control host, for a test that is inside of it."""
 
     def __init__(self, cloud: EmulatedCloud, state: Path, infra: Path) -> None:
-        self.cloud, self.state = cloud, state
+        self.cloud = cloud
         self.api = f"http://{cloud.address}:{PREFECT_PORT}/api"
         self.mlflow = f"http://{cloud.address}:{MLFLOW_PORT}"
-        self.client = SyncPrefectClient(self.api, auth_string=SECRET)
-        self._server = Server("prefect", _prefect(cloud), state, _prefect_settings(state))
-        self.settings = environment(state) | {
-            **cloud.environment,
+        settings = cloud.environment | {
             "AREAL_INFRA": str(infra),
             "AREAL_TERRAFORM_PLUGINS": str(mirror()),
             "PREFECT_API_URL": self.api,
             "PREFECT_API_AUTH_STRING": SECRET,
             "PREFECT_HOME": str(state / "prefect"),
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
             "MLFLOW_TRACKING_URI": self.mlflow,
             "MLFLOW_TRACKING_USERNAME": "admin",
             "MLFLOW_TRACKING_PASSWORD": MLFLOW_SECRET,
-            "DO_NOT_TRACK": "1",
         }
+        super().__init__(state, SyncPrefectClient(self.api, auth_string=SECRET), settings)
+        self._server = _daemon("prefect", _prefect(cloud), state, _prefect_settings(state))
 
     def kill_prefect(self) -> None:
         """Prefect's server, at once."""
@@ -68,18 +62,18 @@ class Plane:
     def start_prefect(self) -> None:
         """It is there again."""
         self._server.start()
-        until(lambda: responds(f"{self.api}/health"), "Prefect's server", _START_S)
+        wait_for(lambda: responds(f"{self.api}/health"), "Prefect's server", _START_S)
 
     @contextmanager
     def servers(self, tracked: bool) -> Iterator[None]:
         """Prefect's, and MLflow's where runs are tracked."""
-        mlflow = Server("mlflow", _mlflow(self.cloud, self.state), self.state, _mlflow_settings(self.state))
+        mlflow = _daemon("mlflow", _mlflow(self.cloud, self.state), self.state, _mlflow_settings(self.state))
         try:
             if tracked:
                 mlflow.start()
             self.start_prefect()
             if tracked:
-                until(lambda: responds(f"{self.mlflow}/health"), "MLflow's server", _START_S)
+                wait_for(lambda: responds(f"{self.mlflow}/health"), "MLflow's server", _START_S)
             yield
         finally:
             mlflow.end()
@@ -89,10 +83,6 @@ class Plane:
         """`make up`: the worker of flows."""
         started = run_python(self.state, "flows.stack", "up", **self.settings)
         assert started.returncode == 0, started.stderr
-
-    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "prefect", *arguments]
-        return subprocess.run(command, env=self.settings, capture_output=True, text=True, timeout=240)
 
     def train(self, deployment: str, *overrides: str, **parameters: Any) -> UUID:
         """`prefect deployment run`, with nodes of its own."""
@@ -119,14 +109,15 @@ class Plane:
         return self.until(f"the flow run is {' or '.join(names)}", there, flow_run, timeout_s)
 
     def until(self, what: str, look: Callable[[], T | None], flow_run: UUID, timeout_s: float = 240.0) -> T:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        def there() -> T | None:
             state = self.run(flow_run).state  # before it is looked: it may end in between
-            if found := look():
-                return found
-            assert state is None or not state.is_final(), f"{state.name}: {state.message}\n{self.logs(flow_run)}"
-            time.sleep(1.0)
-        raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs(flow_run)}")
+            found = look()
+            assert found or state is None or not state.is_final(), (
+                f"{state.name}: {state.message}\n{self.logs(flow_run)}"
+            )
+            return found
+
+        return wait_for(there, lambda: f"{what}\n{self.logs(flow_run)}", timeout_s, pause_s=1.0)
 
     def shares(self, run_id: str) -> dict[str, list[FlowRun]]:
         """Flow runs of nodes, by the names of their shares, the first one first."""
@@ -135,10 +126,6 @@ class Plane:
         for run in sorted(self.client.read_flow_runs(flow_run_filter=chosen), key=lambda run: str(run.created)):
             found.setdefault(run.name.removeprefix(f"{run_id} "), []).append(run)
         return found
-
-    def artifacts(self, flow_run: UUID) -> dict[str, Any]:
-        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]))
-        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
 
     def at_work(self, flow_run: UUID, run_id: str, names: set[str]) -> dict[str, FlowRun]:
         """The shares of these names, once nodes that are as they should be have them all."""
@@ -195,7 +182,7 @@ def plane_on(cloud: EmulatedCloud, state: Path, infra: Path, *, tracked: bool = 
         finally:
             down = run_python(state, "flows.stack", "down", **plane.settings)
             assert down.returncode == 0, down.stderr
-    until(lambda: not processes_of(state), "the end of what runs on the control host")
+    wait_for(lambda: not processes_of(state), "the end of what runs on the control host")
 
 
 def _client(cloud: EmulatedCloud) -> dict[str, Any]:
@@ -204,41 +191,10 @@ def _client(cloud: EmulatedCloud) -> dict[str, Any]:
     return {name: cloud.environment[variable] for name, variable in names.items()}
 
 
-class Server:
+def _daemon(name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> Daemon:
     """One that runs on the control host."""
-
-    def __init__(self, name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> None:
-        self._log, self._command, self._settings = state / f"{name}.log", command, settings
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._command],
-                cwd=ROOT,
-                env={**kept, "DO_NOT_TRACK": "1", **self._settings},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
-
-    def end(self) -> None:
-        """In order, if it does so in time."""
-        if self._process is not None:
-            try:
-                self._end(signal.SIGTERM)
-            except subprocess.TimeoutExpired:
-                self._end(signal.SIGKILL)
-
-    def _end(self, signum: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signum)
-        self._process.wait(20)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
+    return Daemon(state / f"{name}.log", command, {**kept, "DO_NOT_TRACK": "1", **settings}, cwd=ROOT)
 
 
 def _prefect(cloud: EmulatedCloud) -> list[str]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.processes import TIMEOUT_S, free_port, wait_for
 
 PACKAGES = "radosgw ceph-mon ceph-osd"  # of Debian
 REQUIRE_S3 = "AREAL_REQUIRE_S3"  # set: a machine that lacks them fails these tests instead of skipping them
-TIMEOUT_S = 240.0
 _COMMANDS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 _OWNER = "areal"
 _CONFIGURATION = """
@@ -67,7 +65,7 @@ class RadosGateway:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.endpoint_url = f"http://127.0.0.1:{self.port}"
         self._configuration = folder / "ceph.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -92,7 +90,7 @@ class RadosGateway:
     def start(self) -> None:
         """Start the gateway and wait until it responds."""
         self._gateway = self._daemon("radosgw", "--name", "client.rgw")
-        self._until(self._responds, "the gateway responds")
+        wait_for(self._responds, self._logs)
 
     def kill(self) -> None:
         """SIGKILL to the gateway: connections are reset, and new ones refused."""
@@ -126,7 +124,7 @@ class RadosGateway:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_DEFAULT_REGION": "us-east-1"}
 
     def _start_store(self) -> None:
-        fsid, store, monitor = str(uuid.uuid4()), str(uuid.uuid4()), _free_port()
+        fsid, store, monitor = str(uuid.uuid4()), str(uuid.uuid4()), free_port()
         self._configuration.write_text(
             _CONFIGURATION.format(fsid=fsid, monitor=monitor, gateway=self.port, folder=self.folder)
         )
@@ -137,8 +135,8 @@ class RadosGateway:
         self._daemons.append(self._daemon("ceph-mon", "--id", "a"))
         # A command may reach a monitor that has just begun before its own id has come back, and is refused.
         add = ("osd", "crush", "add", "0", "1.0", "root=default", "host=here")
-        self._until(lambda: self._try("ceph", "osd", "new", store, "0").returncode == 0, "a store is known")
-        self._until(lambda: self._try("ceph", *add).returncode == 0, "it has a place")
+        wait_for(lambda: self._try("ceph", "osd", "new", store, "0").returncode == 0, self._logs)
+        wait_for(lambda: self._try("ceph", *add).returncode == 0, self._logs)
         (self.folder / "osd").mkdir()
         self._run("ceph-osd", "--id", "0", "--mkfs", "--osd-uuid", store)
         self._daemons.append(self._daemon("ceph-osd", "--id", "0"))
@@ -171,17 +169,5 @@ class RadosGateway:
         except (urllib.error.URLError, ConnectionError):
             return False
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}\n{self._logs()}"
-            time.sleep(0.05)
-
     def _logs(self) -> str:
         return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in sorted(self.folder.glob("*.txt")))
-
-
-def _free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]

@@ -8,7 +8,6 @@ import dataclasses
 import http.server
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -161,10 +160,3 @@ class Controller:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +18,11 @@ from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupState, RunSummary
 from tests.support.models import put_base_model
+from tests.support.processes import TIMEOUT_S, kill_all, marked, wait_for
 
 T = TypeVar("T")
 
 MARK = "AREAL_TEST_RUN"  # in the environment of everything that a launcher starts, however deep
-TIMEOUT_S = 240.0  # for whatever a test waits for; what fails to come fails there
 TINY: dict[str, Any] = {
     "tracking": {"enabled": False},
     "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
@@ -35,6 +32,15 @@ TINY: dict[str, Any] = {
     "rollout": {"batch_size": 32},
     "training": {"steps": 4, "minibatches": 2, "checkpoint_every": 3},
 }
+# Were all rewards the same, so would be all weights, and no mistaken one would be seen.
+_LEARNING: dict[str, dict[str, Any]] = {
+    "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
+    "warmup": {"worked_steps": 300, "worked_batch": 32, "direct_steps": 60},
+    "task": {"held_out": 32, "max_operations": 2, "max_new_tokens": 96},
+    "rollout": {"batch_size": 16},
+    "training": {"minibatches": 2, "ranks": 1, "learning_rate": 3e-3},
+    "evaluation": {"enabled": False},
+}
 
 
 def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
@@ -43,15 +49,24 @@ def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[
     base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store"), "lease_s": 4.0}}
     if mode == "async":
         base |= {"generation": {"servers": 1}, "training": TINY["training"] | {"ranks": 1}}
-    config = load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
+    config = changed(base, **groups)
     if warm:
         put_base_model(config)
     return config
 
 
+def learning(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
+    """A tiny run, with one server and one rank, in whose groups of an eighth some completions are right."""
+    return tiny(state, mode=mode, **merged(_LEARNING, groups))
+
+
 def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
     """`base` with some fields of its groups changed."""
-    return load(base | {name: base.get(name, {}) | values for name, values in fields.items()})
+    return load(merged(base, fields))
+
+
+def merged(base: dict[str, Any], fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return base | {name: base.get(name, {}) | values for name, values in fields.items()}
 
 
 class Watched:
@@ -66,13 +81,13 @@ class Watched:
 
     def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
         """What `condition` gives once it gives something, while the launcher lives."""
-        deadline = time.monotonic() + self.timeout_s
-        while time.monotonic() < deadline:
-            if found := condition():
-                return found
-            assert self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
-            time.sleep(0.02)
-        raise AssertionError(f"not within {self.timeout_s:g} s: {what}\n{self.output()}")
+
+        def look() -> T | None:
+            found = condition()
+            assert found or self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
+            return found
+
+        return wait_for(look, lambda: f"{what}\n{self.output()}", self.timeout_s)
 
     def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
         """The process of a role once it is ready, another one than `but`. Machines share process numbers."""
@@ -147,22 +162,11 @@ class Launched(Watched):
 
     def processes(self) -> list[int]:
         """Everything that runs and was started by the launcher, itself included, in whatever session."""
-        mark = f"{MARK}={self._mark}".encode()
-        found: list[int] = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):  # a zombie has none
-                    found.append(int(entry.name))
-            except OSError:  # it has ended, or it is another user's
-                continue
-        return found
+        return marked(MARK, self._mark)
 
     def gone(self) -> None:
         """Wait until nothing is left of a run whose launcher is gone."""
-        deadline = time.monotonic() + self.timeout_s
-        while self.processes():
-            assert time.monotonic() < deadline, f"left running: {self.processes()}"
-            time.sleep(0.05)
+        wait_for(lambda: not self.processes(), lambda: f"the end of {self.processes()}", self.timeout_s)
 
     def finished(self, *, rewound: bool = False) -> RunSummary:
         """The summary of a run that ended in order, after a look at everything that has to hold then; see
@@ -181,18 +185,6 @@ class Launched(Watched):
         line = self.output().rstrip().splitlines()[-1]
         assert line.startswith("areal: error: ")
         return line
-
-
-def kill_all(processes: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL to whatever `processes` finds, until it finds nothing: a killed one may have started others meanwhile,
-    and one that is left takes the cores from the tests that follow."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while left := list(processes()):
-        assert time.monotonic() < deadline, f"still running after SIGKILL: {left}"
-        for pid in left:
-            with suppress(ProcessLookupError):  # it went with another
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
 
 
 def checked_summary(run: RunDir, config: RunConfig, *, rewound: bool = False) -> RunSummary:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 
 from tests.support.control import environment, processes_of, run_python
+from tests.support.processes import wait_for
 
 T = TypeVar("T")
 
@@ -37,24 +37,34 @@ def brought_up(state: Path, **settings: str) -> Iterator[Up]:
     finally:
         ended = run_python(state, "flows.stack", "down")
         assert ended.returncode == 0, ended.stderr
-        deadline = time.monotonic() + _TIMEOUT_S  # what it has killed may be on its way out
-        while (left := processes_of(state)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == {}
+        # what it has killed may be on its way out
+        wait_for(lambda: not processes_of(state), lambda: processes_of(state), _TIMEOUT_S)
 
 
-class Up:
+class ControlPlane:
+    """Prefect's server, and the folder of the worker beside it."""
+
+    def __init__(self, state: Path, client: SyncPrefectClient, settings: dict[str, str]) -> None:
+        """`settings`: the environment of commands."""
+        self.state, self.client = state, client
+        self.settings = environment(state) | {"DO_NOT_TRACK": "1"} | settings
+
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "prefect", *arguments]
+        return subprocess.run(command, env=self.settings, capture_output=True, text=True, timeout=240)
+
+    def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
+        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
+
+
+class Up(ControlPlane):
     """A stack that `make up` has started."""
 
     def __init__(self, state: Path) -> None:
-        self.state = state
         self.told: dict[str, Any] = json.loads((state / "stack.json").read_text())
-        self.client = SyncPrefectClient(self.told["prefect_api"])
-
-    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        settings = environment(self.state) | {"PREFECT_API_URL": self.told["prefect_api"], "DO_NOT_TRACK": "1"}
-        command = [sys.executable, "-m", "prefect", *arguments]
-        return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
+        api = self.told["prefect_api"]
+        super().__init__(state, SyncPrefectClient(api), {"PREFECT_API_URL": api})
 
     def deployment(self, name: str) -> DeploymentResponse:
         return self.client.read_deployment_by_name(name)
@@ -99,12 +109,7 @@ class Up:
 
     def until(self, what: str, look: Callable[[], T | None]) -> T:
         """What `look` finds, once it finds something."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        while time.monotonic() < deadline:
-            if found := look():
-                return found
-            time.sleep(0.5)  # each look costs the server more than the one who looks
-        raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
+        return wait_for(look, what, _TIMEOUT_S, pause_s=0.5)  # each look costs the server more than the one who looks
 
     def roles_of(self, run_id: str) -> list[int]:
         """The processes of a run, once its controller and its trainer are ready."""
@@ -113,10 +118,6 @@ class Up:
             "roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")}
         )
         return [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
-
-    def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
-        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
-        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
 
     def result(self, flow_run: FlowRun) -> dict[str, str]:
         return {row["what"]: row["value"] for row in json.loads(self.artifacts(flow_run.id)["areal-result"].data)}

@@ -27,7 +27,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.models.verified import weights_digest
 from areal_core.types import GenerationRequest, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
-from tests.support.runs import Launched, tiny
+from tests.support.runs import Launched, merged, tiny
 
 _LOOK_S = 0.02  # the trainer deletes a version several steps after it was published
 _TOLERANCE = 1e-4  # nats, float32 here and there
@@ -50,8 +50,7 @@ def audited(state: Path, *, servers: int, interruption: str, steps: int, **group
         "training": {"steps": steps, "learning_rate": 5e-3, "weight_decay": 0.5, "checkpoint_every": steps},
         "evaluation": {"every": steps},
     }
-    merged: dict[str, Any] = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
-    return tiny(state, mode="async", **merged)
+    return tiny(state, **merged(fields, groups))
 
 
 class ServerView:

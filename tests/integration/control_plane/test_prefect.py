@@ -19,11 +19,14 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
 from flows.alerts import make_automations
 from flows.stack import ROOT
 from flows.worker import make_schedules
-from tests.support.control import emulated, environment, run_python
-from tests.support.stack import Up
+from tests.support.control import emulated, environment, processes_of, run_python
+from tests.support.stack import Up, brought_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -104,28 +107,47 @@ def test_run_imports_modules_of_the_directory_and_pythonpath_of_its_command(up: 
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+class Train:
+    """`make train` of a run without end, which has made a step."""
+
+    def __init__(self, state: Path, **settings: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(state)],
+            cwd=ROOT,
+            env=environment(state) | settings,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        next(line for line in self._process.stdout if line.startswith("step") and not line.startswith("step 0/"))
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        rest, _ = self._process.communicate(timeout=240)
+        assert self._process.returncode == 130
+        assert "The flow run is Cancelled." in rest
+
+
 @pytest.mark.recovery
 def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(up: Up) -> None:
-    train = subprocess.Popen(
-        [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(up.state)],
-        cwd=ROOT,
-        env=environment(up.state),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert train.stdout is not None
-    for line in train.stdout:
-        if line.startswith("step"):
-            break
-    flow_run = up.newest()
+    train, flow_run = Train(up.state), up.newest()
     pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
-    train.send_signal(signal.SIGINT)
-    rest, _ = train.communicate(timeout=240)
-    assert train.returncode == 130
-    assert "The flow run is Cancelled." in rest
+    train.interrupt()
     assert up.client.read_flow_run(flow_run.id).state_name == "Cancelled"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert json.loads((up.state / "stack.json").read_text()) == up.told
+
+
+@pytest.mark.cpu_seconds(40)
+@pytest.mark.recovery
+def test_interrupted_train_saves_its_step_and_ends_the_servers_that_it_started(tmp_path: Path) -> None:
+    Train(tmp_path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/unused.db").interrupt()  # no server is needed
+    assert processes_of(tmp_path) == {}
+    (run,) = map(RunDir, (tmp_path / "runs").iterdir())
+    saved, published = checkpoint.newest(Storage.open(run.info().checkpoint_url)), weights.newest(run.weights)
+    assert published
+    assert saved
+    assert saved.step == published.version
 
 
 def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
@@ -212,6 +234,20 @@ def test_schedules_stay_as_users_left_them(up: Up) -> None:
     assert made(schedule=daily, active=True) == {"always": (False, "0 4 * * *"), **others}
     up.call("DELETE", f"{schedules}/{known.id}", None)
     assert made(schedule=daily, active=True) == others
+
+
+@pytest.mark.nightly
+def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> None:
+    with brought_up(tmp_path) as up:
+        deployment = up.deployment(DEPLOYMENT)
+        schedules = f"/deployments/{deployment.id}/schedules"
+        up.call("POST", schedules, [{"schedule": {"interval": 3600}, "active": False}])
+        up.call("PATCH", f"{schedules}/{deployment.schedules[0].id}", {"active": True})
+        up.call("PATCH", f"/deployments/{up.deployment('areal-compare/compare').id}", {"paused": True})
+    with brought_up(tmp_path) as up:
+        found = {schedule.slug: schedule.active for schedule in up.deployment(DEPLOYMENT).schedules}
+        assert found == {"nightly": True, None: False}
+        assert up.deployment("areal-compare/compare").paused
 
 
 def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:

@@ -20,7 +20,7 @@ from areal_core.environments import confinement
 from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.seccomp import COMPUTING, allowing
 from areal_core.errors import ConfigError, RewardError
-from tests.support.remote import wait_for
+from tests.support.processes import wait_for
 
 EVALUATING = "tests.support.scorers:Evaluating"
 CPU_S = 0.5

@@ -24,7 +24,8 @@ from areal_core.run.remote import copied
 from areal_core.run.remote_worker import CopiedFolder, RemoteWorker, Share
 from areal_core.run.roles import generation
 from areal_core.storage.rundir import RunDir, write_json
-from tests.support.remote import PATIENCE_S, HeadNode, wait_for
+from tests.support.processes import wait_for
+from tests.support.remote import PATIENCE_S, HeadNode
 
 SERVER = """
 import os, sys, time

@@ -24,7 +24,8 @@ from areal_core.run.remote.copied import CopiedFolder, Place
 from areal_core.run.remote.share import Share
 from areal_core.run.supervision import Supervision
 from areal_core.storage.rundir import write_json
-from tests.support.remote import PATIENCE_S, HeadNode, wait_for
+from tests.support.processes import wait_for
+from tests.support.remote import PATIENCE_S, HeadNode
 
 GENERATION, TRAINER = Share(role="generation", count=1), Share(role="trainer", first=1, count=1)
 

@@ -20,7 +20,8 @@ from areal_core.api.head import Head
 from areal_core.run.remote import files as module
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
-from tests.support.remote import PATIENCE_S, HeadNode, wait_for
+from tests.support.processes import wait_for
+from tests.support.remote import PATIENCE_S, HeadNode
 
 SAID = {"role": "generation", "first": 0, "count": 1, "address": "10.0.0.2"}
 
