@@ -9,10 +9,8 @@ import torch
 
 from areal_core.algorithm.advantages import ADVANTAGES
 from areal_core.algorithm.divergences import KL_TERMS, k3
-from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.means import LOSS_MEANS
+from areal_core.algorithm.losses import LOSS_MEANS, LossStats, policy_loss
 from areal_core.algorithm.objectives import Tokens
-from areal_core.algorithm.statistics import LossStats
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError

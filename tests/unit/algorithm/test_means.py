@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from areal_core.algorithm.means import LOSS_MEANS
+from areal_core.algorithm.losses import LOSS_MEANS
 
 # Three completions of 2, 3 and 1 loss tokens with these terms, and one that is masked out; the limit is 5 tokens.
 TERMS = [[1.0, 3.0], [6.0, 0.0, 3.0], [4.0]]

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.losses import _NUMBERS, LossStats, policy_loss
 from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
-from areal_core.algorithm.statistics import _NUMBERS, LossStats
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.errors import ConfigError
 from tests.support.tokens import TOKENS, of

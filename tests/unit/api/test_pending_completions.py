@@ -6,8 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.wire import encode_generation, join_completions
 from areal_core.errors import GenerationError
 from areal_core.types import Completion, GenerationRequest, Tally

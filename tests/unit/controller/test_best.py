@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.controller.best import best_of, export
+from areal_core.controller.export import best_of, export
 from areal_core.errors import StorageError
 from areal_core.models.adapters import merged
 from areal_core.models.arrays import read_arrays

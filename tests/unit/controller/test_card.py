@@ -5,7 +5,7 @@ import dataclasses
 import yaml
 
 from areal_core.config.schema import load
-from areal_core.controller.card import model_card
+from areal_core.controller.export import model_card
 from areal_core.types import RunSummary, TokenLedger
 
 CONFIG = load(

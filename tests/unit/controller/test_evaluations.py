@@ -12,9 +12,9 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.controller.core.notes import Ending
-from areal_core.controller.evaluations import EvaluationSchedule
+from areal_core.controller.core.tables import Ending
 from areal_core.controller.recorder import Recorder
+from areal_core.controller.retention import EvaluationSchedule
 from areal_core.types import PolicyVersion
 
 LENT_BY_SLEEPERS = {"mode": "sync", "generation": {"sleep": True}, "evaluation": {"every": 2, "servers": 0}}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import pack_group
-from areal_core.controller.texts import trajectory_table
+from areal_core.controller.payloads import trajectory_table
 from areal_core.errors import StorageError
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.policies import END, TOKENIZER
