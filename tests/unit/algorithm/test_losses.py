@@ -91,11 +91,6 @@ def test_entropy_is_a_bonus():
     assert loss_and_gradient(SAMPLE, CONFIG)[0] != loss.item()
 
 
-def test_without_coefficients_neither_reference_nor_entropy_is_needed():
-    bare = replace(SAMPLE, reference=None, entropy=None)
-    assert loss_and_gradient(bare, CONFIG) == loss_and_gradient(SAMPLE, CONFIG)
-
-
 def test_k3_is_accurate_for_engines_that_almost_agree():
     difference = 1e-6
     assert k3(of(difference)).item() == pytest.approx(difference**2 / 2, rel=1e-3)
@@ -280,11 +275,3 @@ def test_means_by_hand(name: str, expected: float):
     assert total / denominator_terms.sum() == pytest.approx(expected)
     assert denominator_terms[3] == 0
     assert np.isfinite(weights).all()
-
-
-@pytest.mark.parametrize("name", LOSS_MEANS)
-def test_the_denominator_is_the_sum_over_any_partition_of_the_completions(name: str):
-    whole = LOSS_MEANS[name](LOSS_TOKENS, 5)
-    parts = [LOSS_MEANS[name](LOSS_TOKENS[part], 5) for part in (slice(0, 1), slice(1, 4), slice(4, 4))]
-    assert sum(part.denominator_terms.sum() for part in parts) == whole.denominator_terms.sum()
-    np.testing.assert_array_equal(np.concatenate([part.weights for part in parts]), whole.weights)

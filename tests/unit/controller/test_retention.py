@@ -60,20 +60,13 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
     recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n) for n in range(7)]
     names = {known.version: f"v{known.version:06d}-{known.digest[:8]}" for known in recorder.evaluations}
     endings = (".jsonl", ".html", ".table.json")
-    for name in (*names.values(), "v000035-00000000", "notes"):  # version 35 is being scored
+    for name in (*names.values(), "v000030-ffffffff", "v000035-00000000", "notes"):  # replaced; being scored; another
         for ending in endings:
             (tmp_path / f"{name}{ending}").touch()
     await retention({"evaluation": {"keep_pages": keep}}, recorder=recorder, pages=tmp_path).scored()
     stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
+    stay += ["v000030-ffffffff"] if keep is None else []
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
-
-
-async def test_page_of_replaced_weights_goes_with_the_next_score(tmp_path: Path) -> None:
-    recorder = MagicMock(evaluations=[evaluation(5, 0.5)])
-    (tmp_path / "v000005-ffffffff.html").touch()
-    (tmp_path / "v000005-50000000.html").touch()
-    await retention({}, recorder=recorder, pages=tmp_path).scored()
-    assert [path.name for path in tmp_path.iterdir()] == ["v000005-50000000.html"]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +188,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     made.ledger.close()
 
 
-async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
+async def test_a_job_takes_as_long_as_the_store_does_and_the_next_one_waits(run: Run) -> None:
     step = await run.step()
     run.gate.clear()
     assert await run.snapshots.take(step, "a", 0.05) is None
@@ -207,18 +200,14 @@ async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
     assert run.puts == [f"checkpoints/step-000001.3/{ledger}"]
     assert await run.snapshots.take(step, "a", 30.0) == entries  # whose response was lost
     assert len(run.puts) == 1
-
-
-async def test_one_job_at_a_time(run: Run) -> None:
-    step = await run.step()
     run.gate.clear()
-    assert await run.snapshots.take(step, "a", 0.05) is None
-    again = asyncio.ensure_future(run.snapshots.take(step, "b", 30.0))  # a restarted trainer's
+    assert await run.snapshots.take(step, "b", 0.05) is None
+    again = asyncio.ensure_future(run.snapshots.take(step, "c", 30.0))  # a restarted trainer's
     await asyncio.sleep(0.05)
     assert len(list(run.dir.root.glob("ledger-snapshot-*.sqlite"))) == 1
     run.gate.set()
     assert await again is not None
-    assert len(set(run.puts)) == len(run.puts) == 2
+    assert len(set(run.puts)) == len(run.puts) == 3
     assert not list(run.dir.root.glob("ledger-snapshot-*"))
 
 
