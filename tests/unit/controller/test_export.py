@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,6 +30,11 @@ def scored(version: int, accuracy: float) -> Evaluation:
     )
 
 
+def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
+    info = RunInfo(run_id="r", model_path=model_path, checkpoint_url="")
+    return RunDir.create(load({"state_dir": str(folder), **groups}), info)
+
+
 def test_of_several_with_the_highest_accuracy_the_first_is_the_best() -> None:
     assert best_of([]) is None
     best = best_of([scored(0, 0.25), scored(5, 0.75), scored(10, 0.75), scored(15, 0.5)])
@@ -42,8 +48,7 @@ def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
     (final / "README.md").write_text("the final one")
     changed = {name: array + 1 for name, array in read_arrays(final, spec).items()}
     version = weights.publish(tmp_path / "weights", 5, changed)
-    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
-    url = export(run, Storage.open(str(tmp_path / "store")), version, "the best one")
+    url = export(run_in(tmp_path), Storage.open(str(tmp_path / "store")), version, "the best one")
     best = Path(url)
     assert best == tmp_path / "store" / "best"
     assert {file.name for file in best.iterdir()} == {file.name for file in final.iterdir()}
@@ -59,8 +64,7 @@ def test_adapter_is_merged_into_the_base_model(tmp_path: Path) -> None:
     write_tiny(tmp_path / "store" / "final")
     mine = adapter(spec)
     version = weights.publish(tmp_path / "weights", 5, mine, lora=form())
-    config = load({"state_dir": str(tmp_path), "training": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}})
-    run = RunDir.create(config, RunInfo(run_id="r", model_path=str(base), checkpoint_url=""))
+    run = run_in(tmp_path, str(base), training={"lora": {"rank": LORA.rank, "alpha": LORA.alpha}})
     found = read_arrays(export(run, Storage.open(str(tmp_path / "store")), version, "the best one"), spec)
     whole = merged(read_arrays(base, spec), mine, form())
     assert all((found[name] == array).all() for name, array in whole.items())
@@ -75,9 +79,8 @@ def test_a_version_that_is_not_what_was_scored_becomes_none(tmp_path: Path, dama
     else:
         file = Path(version.path) / "model.safetensors"
         file.write_bytes(bytes(file.stat().st_size))
-    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
     with pytest.raises(StorageError, match=r"v000006: version 6 is gone or damaged"):
-        export(run, Storage.open(str(tmp_path / "store")), version, "")
+        export(run_in(tmp_path), Storage.open(str(tmp_path / "store")), version, "")
     assert not (tmp_path / "store" / "best").exists()
 
 
