@@ -134,18 +134,24 @@ class GroupPayload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSummary:
-    """What the ledger and the metrics need of a group without opening its payload."""
+class PackedGroup:
+    """What it takes to read a group's payload, and its rewards."""
 
     lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
     rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
+    truncated: tuple[bool, ...]  # [G] it ran into the length limit
+    prompt_tokens: int = 0  # tokens of the prompt
+    checksums: tuple[int, ...] = ()  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary(PackedGroup):
+    """What the ledger and the metrics need of a group without opening its payload."""
+
     tokens: int  # sampled ones of all trajectories
     min_version: int  # oldest token
     max_version: int
     outcomes: dict[Outcome, int]  # trajectories of each, of G
-    truncated: tuple[bool, ...]  # [G] it ran into the length limit
-    prompt_tokens: int = 0  # tokens of the prompt
-    checksums: tuple[int, ...] = ()  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
     unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
     # The environment's numbers by curve name, of the trajectories that have them.
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
@@ -162,16 +168,11 @@ class GroupSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchGroup:
+class BatchGroup(PackedGroup):
     """One group's row of a fixed batch: what every rank has to know of it, and where its payload lies."""
 
     group_id: int
-    lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
-    rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
-    truncated: tuple[bool, ...]  # [G] it ran into the length limit
     ready_version: int  # policy version in force when the group entered the buffer
-    prompt_tokens: int  # tokens of the prompt
-    checksums: tuple[int, ...]  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
     segment: str  # name of the file that its payload is a part of
     start: int  # bytes from the file's beginning
 

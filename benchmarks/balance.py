@@ -31,14 +31,14 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, ServerLoad
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller import pool as pool_module
 from areal_core.controller.core.controller import RolloutController
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Place
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext

@@ -45,19 +45,18 @@ import psutil
 from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.refusals import guard
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.core.controller import Engine, Rewards, RolloutController
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.routes import Routes, reward_routes
+from areal_core.controller.service import collect_rarely
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests

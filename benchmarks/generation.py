@@ -47,7 +47,7 @@ import orjson
 import psutil
 
 from areal_core.__main__ import configuration
-from areal_core.api.received import Received
+from areal_core.api.pending_completions import Received
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError, ProcessError

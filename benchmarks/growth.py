@@ -31,11 +31,10 @@ import msgspec
 
 from areal_core.config.schema import load
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.controller.core.payloads import Place
-from areal_core.controller.evaluations import EvaluationSchedule
+from areal_core.controller.core.tables import Place
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.recorder import Recorder
-from areal_core.controller.retention import Retention
+from areal_core.controller.retention import EvaluationSchedule, Retention
 from areal_core.controller.snapshots import Snapshots
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage

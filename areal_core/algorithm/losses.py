@@ -1,18 +1,61 @@
-"""The loss of a micro-batch: an objective, a KL divergence from the reference policy and an entropy bonus, in one
-weighted sum."""
+"""The loss of a micro-batch, the means over loss tokens that weight it, and the statistics of a training step.
+
+The loss is the weighted sum of the tokens' terms divided by the denominator, which is summed over all ranks. Weights
+and denominator are given by completion, so that neither the partition into micro-batches nor that over ranks changes
+the loss.
+
+The histogram of importance weights has bins that are even in asinh(log r / 0.001): a quantile is exact to 1.1% of
+log r, or to 1.1e-5 nats where r is close to 1, whichever is more.
+
+Axes of the means: N completions.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.algorithm.divergences import KL_TERMS, log_quotient
-from areal_core.algorithm.objectives import Tokens, find_objective
-from areal_core.algorithm.statistics import LossStats, loss_stats
+from areal_core.algorithm.divergences import KL_TERMS, k3, log_quotient
+from areal_core.algorithm.objectives import Surrogate, Tokens, find_objective
 from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.errors import ConfigError
+
+Float64Array = NDArray[np.float64]
+
+
+class Mean(NamedTuple):
+    weights: Float64Array  # [N] of each loss token of a completion
+    denominator_terms: Float64Array  # [N] contributions to the loss denominator: 0 exactly without loss tokens
+
+
+def token_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """Over all loss tokens alike: a long completion counts for more than a short one (AReaL, DAPO)."""
+    return Mean(np.ones(len(loss_tokens)), loss_tokens.astype(np.float64))
+
+
+def sequence_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """Over completions, of the mean over their loss tokens (GRPO): a token of a long completion counts for less."""
+    return Mean(1.0 / np.maximum(loss_tokens, 1), (loss_tokens > 0).astype(np.float64))
+
+
+def constant_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """The sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may have (Dr.
+    GRPO): a token counts the same whatever the completions' lengths are."""
+    return Mean(np.ones(len(loss_tokens)), (loss_tokens > 0).astype(np.float64) * limit)
+
+
+LOSS_MEANS: dict[str, Callable[[NDArray[np.int64], int], Mean]] = {  # by AlgorithmConfig.loss_mean
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "constant": constant_mean,
+}
 
 
 class PolicyLoss(NamedTuple):
@@ -23,7 +66,7 @@ class PolicyLoss(NamedTuple):
 def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, untouched: bool = False) -> PolicyLoss:
     """The loss of one share of a minibatch: losses and statistics add up over any partition of it.
 
-    `denominator` is the loss denominator (algorithm.means) of the PPO minibatch over all ranks. `untouched`: pi_theta
+    `denominator` is the loss denominator (LOSS_MEANS) of the PPO minibatch over all ranks. `untouched`: pi_theta
     is still the version that is trained on, so that its own tokens show how far trainer and generator disagree;
     pi_prox, where there is one, shows it at any time.
     """
@@ -50,3 +93,116 @@ def _penalised(tokens: Tokens, coefficient: float) -> Tensor:
     assert tokens.reference is not None
     start = tokens.behaviour if tokens.proximal is None else tokens.proximal
     return tokens.advantages - coefficient * (start - tokens.reference).detach()
+
+
+_UNIT = 1e-3  # nats: bins are even in log r below it, in the logarithm of log r above it
+_BINS = 1025  # odd: the middle one holds r = 1
+_REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold what lies beyond
+_WIDTH = 2 * _REACH / _BINS
+_NUMBERS = ("tokens", "weight", "weight_squared", "weight_max", "matched", "train_inference_kl")
+_MAXIMUM = _NUMBERS.index("weight_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossStats:
+    """Sums over loss tokens: they add up over micro-batches, minibatches and ranks.
+
+    The weight r of a token is pi_prox / pi_behav before any cap or mask; without a pi_prox, pi_theta / pi_behav. In
+    GSPO it is the geometric mean over the loss tokens of the token's completion.
+    """
+
+    tokens: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict[str, float])  # of metrics, by the names of their curves
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    weight_max: float = 0.0  # the one maximum among sums
+    matched: float = 0.0  # tokens sampled by the version trained on
+    train_inference_kl: float = 0.0  # k3 of trainer / generator over matched tokens
+    histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
+
+    def __add__(self, other: LossStats) -> LossStats:
+        names = self.sums.keys() | other.sums.keys()
+        total = self.values(names) + other.values(names)
+        total[_MAXIMUM] = max(self.weight_max, other.weight_max)
+        return LossStats.from_values(total, names)
+
+    def values(self, names: Collection[str]) -> NDArray[np.float64]:
+        """All fields in one row, with the sums of the metrics of these names, as `from_values` takes it back."""
+        sums = (self.sums.get(name, 0.0) for name in sorted(names))
+        return np.array([*(getattr(self, name) for name in _NUMBERS), *sums, *self.histogram])
+
+    @classmethod
+    def from_values(cls, values: NDArray[np.float64], names: Collection[str]) -> LossStats:
+        numbers, sums, histogram = np.split(values, np.cumsum((len(_NUMBERS), len(names))))
+        named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+        return cls(**named, sums=dict(zip(sorted(names), sums.tolist(), strict=True)), histogram=histogram)
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size as a share of the tokens, (sum r)^2 / (N sum r^2); 1 without tokens."""
+        return self.weight**2 / (self.tokens * self.weight_squared) if self.tokens else 1.0
+
+    def weight_quantile(self, share: float) -> float:
+        """The weight that `share` of the tokens do not exceed, to the width of a bin; 1 without tokens."""
+        if not self.tokens:
+            return 1.0
+        rank = max(1, math.ceil(share * float(self.histogram.sum())))
+        held = int(np.searchsorted(self.histogram.cumsum(), rank))
+        return math.exp(_UNIT * math.sinh((held - _BINS // 2) * _WIDTH))
+
+    def metrics(self) -> dict[str, float]:
+        """Means, quantiles and the maximum by the names of their curves (docs/metrics.md). Needs a token."""
+        quantiles = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+        return {
+            **{name: total / self.tokens for name, total in self.sums.items()},
+            **{f"policy/importance_weight_{name}": self.weight_quantile(share) for name, share in quantiles.items()},
+            "policy/importance_weight_max": self.weight_max,
+            "policy/ess": self.ess,
+        }
+
+
+@torch.no_grad()
+def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> LossStats:
+    """The statistics of a micro-batch. `untouched` as in policy_loss."""
+    mask, nothing = tokens.mask, torch.zeros_like(tokens.mask)
+    own = tokens.current if tokens.proximal is None else tokens.proximal
+    matched = mask & (tokens.staleness == 0) if untouched or tokens.proximal is not None else nothing
+    log_weight = surrogate.log_weight.double()  # engines agree to 1e-6: in float32 k3 would be rounding error
+    weight = torch.where(mask, log_weight.exp(), 0.0)
+    metrics = {
+        "loss/approx_kl": k3(surrogate.log_ratio.double()),  # of u: how far the step has moved the policy
+        "loss/reference_kl": nothing
+        if tokens.reference is None
+        else k3(-log_quotient(tokens.current, tokens.reference, mask).double()),
+        "policy/entropy": nothing if tokens.entropy is None else tokens.entropy,
+        **surrogate.metrics,
+    }
+    columns = (
+        mask,
+        weight,
+        weight.square(),
+        torch.cat((weight, weight.new_zeros(1))).max(),
+        matched,
+        k3(log_quotient(own, tokens.behaviour, matched).double()),
+        *(_of_tokens(name, metrics[name], mask) for name in sorted(metrics)),
+    )
+    bins = (torch.asinh(log_weight[mask] / _UNIT) / _WIDTH + _BINS / 2).floor().long().clamp(0, _BINS - 1)
+    sums = torch.stack([_total(column) for column in columns])
+    row = torch.cat((sums, bins.bincount(minlength=_BINS).double()))
+    return LossStats.from_values(row.cpu().numpy(), metrics)
+
+
+def _total(column: Tensor) -> Tensor:
+    count = column.count_nonzero() if column.dtype == torch.bool else column.sum(dtype=torch.float64)
+    return count.double()
+
+
+def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
+    """A metric's number for each token, [N]; 0 outside the mask."""
+    values = torch.as_tensor(values, device=mask.device)
+    if values.shape not in (mask.shape, ()):
+        raise ConfigError(
+            f"algorithm.objective: metric {name} must be a number, or a tensor of one number for each of the "
+            f"{len(mask)} tokens, got shape {list(values.shape)}"
+        )
+    return mask & values if values.dtype == torch.bool else values.expand(mask.shape).masked_fill(~mask, 0.0)

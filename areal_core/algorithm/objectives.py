@@ -28,7 +28,7 @@ class Tokens:
     behaviour: Tensor
     advantages: Tensor
     mask: Tensor  # bool
-    weights: Tensor  # of the mean over tokens, algorithm.means
+    weights: Tensor  # of the mean over tokens, algorithm.losses
     staleness: Tensor  # version trained on - version that sampled the token
     sequence: Tensor  # int64, 0 .. S - 1: the completion that the token belongs to
     sequences: int  # S

@@ -1,9 +1,11 @@
-"""What an aiohttp application refuses: requests without the run's token, and errors, as one line of text."""
+"""What aiohttp applications share: bodies as records, refusals as one line of text, and the run's token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
@@ -36,3 +38,16 @@ def guard(token: str) -> Middleware:
         return await handler(request)
 
     return door
+
+
+T = TypeVar("T")
+
+
+async def read(request: web.Request, kind: type[T]) -> T:
+    """The body of a request. Raises ValueError that names the field."""
+    try:
+        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
+    except msgspec.ValidationError as error:
+        raise ValueError(f"body: {error}") from None
+    except RecursionError:
+        raise ValueError("body: is nested too deeply") from None

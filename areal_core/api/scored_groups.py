@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.errors import StorageError
-from areal_core.types import BatchGroup, GroupPayload, GroupSummary
+from areal_core.types import BatchGroup, GroupPayload, GroupSummary, PackedGroup
 
 _PROMPT = np.dtype("<i4")
 _FIELDS = {
@@ -114,7 +114,7 @@ def read_group_file(folder: Path, group: BatchGroup, completions: Sequence[int])
 
 
 def read_group(
-    read: Callable[[Sequence[Span]], list[bytes]], group: BatchGroup | GroupSummary, completions: Sequence[int]
+    read: Callable[[Sequence[Span]], list[bytes]], group: PackedGroup, completions: Sequence[int]
 ) -> GroupPayload:
     """Some of a group's completions, in the order given. `read` returns the bytes of spans of its payload. Raises
     StorageError for bytes that are not what was stored."""

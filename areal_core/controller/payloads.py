@@ -13,16 +13,19 @@ import asyncio
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from areal_core.api.scored_groups import SUFFIX, segment_file
-from areal_core.controller.core.payloads import Place
+from areal_core.api.scored_groups import SUFFIX, read_group_file, segment_file
+from areal_core.api.wire import version_spans
+from areal_core.controller.core.tables import Place
 from areal_core.errors import StorageError
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import durable
+from areal_core.types import BatchManifest, Int32Array
 
 T = TypeVar("T")
 
@@ -165,3 +168,35 @@ def read_payload(folder: Path, place: Place) -> bytes:
     if len(payload) != place.bytes or zlib.crc32(payload) != place.crc32:
         raise DamagedPayloadError(f"{file} is damaged: at {place.start} lies another payload than was written")
     return payload
+
+
+TABLE_GROUPS = 8
+_OF_EACH = 2  # trajectories of a group
+
+
+def trajectory_table(
+    manifest: BatchManifest, prompts: Sequence[str], folder: Path, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Rows of a table: trajectories of the oldest groups, whose prompts are `prompts`. `folder` holds the segments.
+    Raises OSError, and StorageError for a payload that is not what was stored."""
+    rows: list[dict[str, Any]] = []
+    for group, prompt in zip(manifest.groups, prompts, strict=False):
+        payload = read_group_file(folder, group, range(min(_OF_EACH, len(group.lengths))))
+        end = 0
+        for length, reward in zip(payload.lengths.tolist(), group.rewards, strict=False):
+            start, end = end, end + length
+            rows.append(
+                {
+                    "step": manifest.step,
+                    "prompt": prompt,
+                    "completion": tokenizer.decode(payload.tokens[start:end].tolist()),
+                    "reward": reward,
+                    "versions": _spans(payload.versions[start:end]),
+                }
+            )
+    return rows
+
+
+def _spans(versions: Int32Array) -> str:
+    """Per-token versions for people: "3:0-40 4:40-77"; tokens of the environment are left out."""
+    return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions) if version >= 0)

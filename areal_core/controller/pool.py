@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_core.api.patience import patience
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import Received
+from areal_core.api.pending_completions import PendingCompletions, Received
 from areal_core.api.wire import ServerLoad
-from areal_core.controller.core.counters import ServerCounters
+from areal_core.controller.core.tables import ServerCounters
 from areal_core.controller.registry import Server, ServerRegistry, ServerState
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient

@@ -18,7 +18,7 @@ from areal_core.api.wire import ServerLoad
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.controller.core.notes import Ending
+from areal_core.controller.core.tables import Ending
 from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
 from areal_core.planning.bottleneck import explain

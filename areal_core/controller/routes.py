@@ -6,16 +6,14 @@ import asyncio
 import dataclasses
 import sqlite3
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
-from areal_core.api.bodies import read
-from areal_core.api.refusals import guard, refusals
+from areal_core.api.refusals import guard, read, refusals
 from areal_core.api.scored_groups import parsed_spans
-from areal_core.controller.bodies import Document, Join, Metrics, Snapshot, Stop
-from areal_core.controller.core.notes import Ending
+from areal_core.controller.core.tables import Ending
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import GenerationPool, Newest
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
@@ -26,6 +24,43 @@ from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, Poli
 
 if TYPE_CHECKING:
     from areal_core.controller.service import Service
+
+
+class Join(msgspec.Struct):
+    """A generation server that is to join; within `timeout_s`, None: however long it takes. `stager` is the URL of what
+    brings versions onto its machine, where that is not the controller's."""
+
+    name: str
+    url: str
+    timeout_s: float | None = None
+    stager: str | None = None
+
+
+class Metrics(msgspec.Struct):
+    """Points of curves: key, step, value, and when, in seconds since the epoch."""
+
+    rows: list[tuple[str, int, float, float]]
+
+
+class Document(msgspec.Struct):
+    """What is recorded of a step beside numbers."""
+
+    kind: str
+    step: int
+    data: dict[str, Any]
+
+
+class Snapshot(msgspec.Struct):
+    """A snapshot that is asked for: a job of this name, waited for so long."""
+
+    job: str
+    timeout_s: float
+
+
+class Stop(msgspec.Struct):
+    """That the run is to end after the step that it is at, and why."""
+
+    reason: str
 
 
 _STATUSES = {  # the last three: the store, the disk; nothing that the caller did

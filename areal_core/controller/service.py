@@ -16,26 +16,24 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import gc
 import logging
 import signal
+import time
 from pathlib import Path
 
 from areal_core.api import serving
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES
-from areal_core.controller import texts
-from areal_core.controller.best import best_of, export
-from areal_core.controller.card import model_card
 from areal_core.controller.core.controller import RolloutController, Signal
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.controller.core.notes import Ending
-from areal_core.controller.evaluations import EvaluationSchedule
-from areal_core.controller.garbage import collect_rarely
-from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
+from areal_core.controller.core.tables import Ending
+from areal_core.controller.export import best_of, export, model_card
+from areal_core.controller.payloads import TABLE_GROUPS, DamagedPayloadError, PayloadStore, trajectory_table
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.restore import forget_damaged, restore
-from areal_core.controller.retention import Retention
+from areal_core.controller.retention import EvaluationSchedule, Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import check_digests, data_set
@@ -56,6 +54,8 @@ from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from areal_core.types import BatchManifest, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
+_COLLECT_S = 60.0  # between two looks for unreachable cycles, at least
+_COLLECT_SHARE = 1 / 300  # of the time that such looks may take
 _CHECK_S = 5.0  # between two looks at the generation servers' health
 _COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their responses
 
@@ -140,9 +140,9 @@ class Service:
         """Have people see some trajectories of a batch, with their prompts as the policy is fed them."""
         if not self.recorder.tabled(manifest.step):
             return
-        indices = self.ledger.prompt_indices(manifest.step)[: texts.GROUPS]
+        indices = self.ledger.prompt_indices(manifest.step)[:TABLE_GROUPS]
         prompts = [self.tokenizer.decode(self.source.prompt(index).token_ids, special=True) for index in indices]
-        table = (texts.trajectory_table, manifest, prompts, self.run_dir.payloads, self.tokenizer)
+        table = (trajectory_table, manifest, prompts, self.run_dir.payloads, self.tokenizer)
         try:
             rows = await asyncio.to_thread(*table)
         except (OSError, StorageError) as error:
@@ -306,6 +306,28 @@ async def _main(run: RunDir, ready_file: Path) -> None:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+async def collect_rarely() -> None:
+    """Look for unreachable cycles now and then, until cancelled. What exists by now stays for good.
+
+    A look goes through all objects, for a second where thousands of completions are in flight, while nothing else goes
+    on. Python would take one whenever many objects have come into being, as in every update. Nearly nothing here is
+    ever part of a cycle.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        took_s = 0.0
+        while True:
+            await asyncio.sleep(max(_COLLECT_S, took_s / _COLLECT_SHARE))
+            start = time.perf_counter()
+            gc.collect()
+            took_s = time.perf_counter() - start
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 import orjson
 
 from areal_core.api.patience import patience
-from areal_core.api.received import Received
+from areal_core.api.pending_completions import Received
 from areal_core.api.wire import (
     EMBEDDED,
     MODEL_NAME,

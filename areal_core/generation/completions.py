@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import secrets
 
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import receive
 from areal_core.api.wire import PARTS, encode_request, parse_part
 from areal_core.errors import ServerLostError
 from areal_core.generation.connection import Connection

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from areal_core.api.received import Received
+from areal_core.api.pending_completions import Received
 
 _TURN_S = 0.001  # that taking may last in a turn of the loop that asked, and what is taken last
 

@@ -24,8 +24,7 @@ from typing import Annotated
 import msgspec
 
 from areal_core.errors import ProcessError, StorageError
-from areal_core.storage.marked import Marked
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import ChangedError, MissingError, Storage
 
 logger = logging.getLogger(__name__)
 NAME = "lease.json"
@@ -178,3 +177,31 @@ def _follows(before: Claim | None, found: Claim) -> bool:
 def _lost_to(claim: Claim | None) -> LeaseLostError:
     where = f", on {claim.where}" if claim else ""
     return LeaseLostError(f"run_id: another launcher has taken the run over{where}")
+
+
+class Marked:
+    """One object, by its name. Raises StorageError."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage, self._name = storage, name
+
+    def read(self) -> tuple[bytes | None, str | None]:
+        """What it holds, and the mark to write over it; None twice where there is none."""
+        try:
+            return self._storage.get_marked(self._name)
+        except MissingError:
+            return None, None
+
+    def write(self, data: bytes, mark: str | None, mine: Callable[[bytes | None], bool]) -> str | None:
+        """Put `data` over what has this mark, None being no object; returns the new mark, or None where somebody else
+        has written meanwhile. `mine` tells whether this writer may write over what it finds then (None: no object), as
+        what it has put itself: the answer to that was lost."""
+        while True:
+            try:
+                return self._storage.put_over(self._name, data, mark)
+            except ChangedError:
+                found, mark = self.read()
+                if found == data:
+                    return mark
+                if not mine(found):
+                    return None

@@ -73,7 +73,9 @@ def start_run(
             tags={row.key: row.value for row in map(tag, tags, tags.values())},
         )
         run_id: str = run.info.run_id
-        client.log_batch(run_id, params=[param(key, str(value)) for key, value in leaves(params)])
+        client.log_batch(
+            run_id, params=[Param(_name(key), _cut(str(value), _MAX_PARAM)) for key, value in leaves(params)]
+        )
         client.log_dict(run_id, dict(params), "config.json")
         for each in inputs:
             name, digest = _cut(each["name"], _MAX_NAME), each["digest"][:_MAX_DIGEST]
@@ -179,11 +181,6 @@ def experiment_of(uri: str, run_id: str) -> str:
     """The id of the experiment that a run belongs to. Raises TrackingError."""
     with _reporting(uri):
         return str(MlflowClient(uri).get_run(run_id).info.experiment_id)
-
-
-def param(key: str, value: str) -> Param:
-    """A parameter, cut to what MLflow takes."""
-    return Param(_name(key), _cut(value, _MAX_PARAM))
 
 
 def tag(key: str, value: str) -> RunTag:

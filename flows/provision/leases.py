@@ -29,8 +29,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import msgspec
 
 from areal_core.errors import ProvisionError, StorageError
-from areal_core.storage.lease import LeaseLostError
-from areal_core.storage.marked import Marked
+from areal_core.storage.lease import LeaseLostError, Marked
 from areal_core.storage.objects import Storage
 
 By = Literal["flow", "command", "reaper"]

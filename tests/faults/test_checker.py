@@ -16,7 +16,7 @@ import pytest
 from blake3 import blake3
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Place
 from areal_core.types import GroupSummary, PolicyVersion
 from tests.faults.checker import Findings, check, orphans, totals
 from tests.faults.history import History

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Place
 from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
 
 GROUP = 2

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.wire import ServerLoad
 from areal_core.controller import pool as module
-from areal_core.controller.core.counters import ServerCounters
+from areal_core.controller.core.tables import ServerCounters
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.registry import Server, ServerState
 from areal_core.errors import ArealError, GenerationError, ServerLostError

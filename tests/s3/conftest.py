@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -29,7 +29,6 @@ class Place:
 
     url: str
     endpoint_url: str | None = None
-    credentials: dict[str, str] = field(default_factory=dict)
 
     def open(self) -> Storage:
         return Storage.open(self.url, self.endpoint_url)
@@ -50,25 +49,21 @@ def moto() -> Iterator[str]:
     server.stop()
 
 
-def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if kind == "folder":
-        return Place(str(tmp_path / "store"))
-    url = f"s3://areal/{uuid.uuid4().hex}/one"  # one bucket for all: to make one takes the gateway seconds
-    if kind == "moto":
-        credentials = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-        return Place(url, request.getfixturevalue("moto"), credentials)
-    gateway = request.getfixturevalue("radosgw")
-    return Place(url, gateway.endpoint_url, gateway.credentials)
-
-
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Of the kind that the test is parametrized with."""
-    place = place_of(request.param, request, tmp_path)
+    if request.param == "folder":
+        return Place(str(tmp_path / "store"))
+    if request.param == "moto":
+        endpoint_url = request.getfixturevalue("moto")
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    else:
+        gateway = request.getfixturevalue("radosgw")
+        endpoint_url, keys = gateway.endpoint_url, gateway.credentials
     monkeypatch.delenv("AWS_PROFILE", raising=False)
-    for name, value in place.credentials.items():
+    for name, value in keys.items():
         monkeypatch.setenv(name, value)
-    return place
+    return Place(f"s3://areal/{uuid.uuid4().hex}/one", endpoint_url)  # to make a bucket takes the gateway seconds
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_environment
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout
-from areal_core.types import BatchGroup, GroupPayload, GroupSummary, Prompt
+from areal_core.types import GroupPayload, PackedGroup, Prompt
 
 _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 
@@ -34,6 +34,6 @@ def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
     return tuple(SampledCompletion(segments=((body, index),)) for index in range(n))
 
 
-def unpack_group(data: bytes, group: BatchGroup | GroupSummary) -> GroupPayload:
+def unpack_group(data: bytes, group: PackedGroup) -> GroupPayload:
     """All of a group, as `read_group` reads it."""
     return read_group(lambda spans: [data[start:end] for start, end in spans], group, range(len(group.lengths)))

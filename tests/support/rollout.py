@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, join_completions
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Place
 from areal_core.errors import GenerationError, RewardError
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
 

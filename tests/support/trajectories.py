@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_core.api.access import authorization
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import receive
 from areal_core.api.scored_groups import read_group_file
 from areal_core.api.wire import encode_request
 from areal_core.config.schema import RunConfig

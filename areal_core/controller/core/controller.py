@@ -32,9 +32,10 @@ from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import RunConfig
 from areal_core.controller.core.gate import StalenessGate
 from areal_core.controller.core.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.controller.core.payloads import Place
 from areal_core.controller.core.rollouts import Rollouts, Session, trajectory_seed
+from areal_core.controller.core.tables import Place
 from areal_core.environments.failures import Failures
+from areal_core.environments.source import PromptSource
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
 from areal_core.types import (
     BatchManifest,
@@ -47,12 +48,6 @@ from areal_core.types import (
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0
-
-
-class Source(Protocol):
-    """Training prompts by their index in a seeded order."""
-
-    def prompt(self, index: int) -> Prompt: ...
 
 
 class Engine(Protocol):
@@ -113,7 +108,7 @@ class RolloutController:
     """Keeps the servers busy within the staleness bound and serves batches. Single-threaded: one event loop."""
 
     config: RunConfig
-    source: Source
+    source: PromptSource
     engine: Engine
     rewards: Rewards
     payloads: Payloads

@@ -1,9 +1,9 @@
 """The trajectory ledger: the state of every group, kept in SQLite so that a killed controller forgets nothing.
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
-transaction. Rows are small: a payload is somewhere else, the ledger has its place (payloads.py), and forgets it once a
+transaction. Rows are small: a payload is somewhere else, the ledger has its place (tables.py), and forgets it once a
 committed checkpoint no longer needs it. The token ledger compares the tokens of the groups with the servers' own count
-(counters.py).
+(tables.py).
 
 The ledger stays small however long a run is. Triggers count every group in `totals`, by state and reason, as its row
 changes. Counting methods read `totals` alone. `fold` deletes the rows that no replay needs; no trigger follows a
@@ -25,10 +25,7 @@ from typing import Any
 
 import msgspec
 
-from areal_core.controller.core.counters import ServerCounters
-from areal_core.controller.core.notes import RunNotes
-from areal_core.controller.core.payloads import PayloadIndex, Place
-from areal_core.controller.core.versions import PublishedVersions
+from areal_core.controller.core.tables import PayloadIndex, Place, PublishedVersions, RunNotes, ServerCounters
 from areal_core.errors import LedgerError
 from areal_core.storage import durable
 from areal_core.types import (

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from areal_core.api import bodies, serving
+from areal_core.api import serving
 from areal_core.api.head import AwayError, Head
-from areal_core.api.refusals import guard, refusals
+from areal_core.api.refusals import guard, read, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
@@ -133,14 +133,14 @@ class Files:
         return web.Response(body=parts)
 
     async def _hear(self, request: web.Request) -> web.Response:
-        self.nodes.hear(request.match_info["node"], await bodies.read(request, Said))
+        self.nodes.hear(request.match_info["node"], await read(request, Said))
         return web.json_response(self._now())
 
     async def _take(self, request: web.Request) -> web.Response:
         """Fetch a version from the machine of rank 0, and release others. Its path here."""
         if FIRST_RANK not in self._owned(request).processes:
             raise ValueError("node: does not run rank 0")
-        made = await bodies.read(request, Made)
+        made = await read(request, Made)
         await self._cache.release(made.release)
         version = PolicyVersion(version=made.version, path="", digest=made.digest)
         here = await self._cache.staged(version, Head(made.url, self._run.token()))

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from areal_core.api import bodies, serving
+from areal_core.api import serving
 from areal_core.api.head import AwayError, Head, fetch
-from areal_core.api.refusals import guard, refusals
+from areal_core.api.refusals import guard, read, refusals
 from areal_core.errors import ProcessError, StorageError
 from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
@@ -135,7 +135,7 @@ class Stager:
 
     async def _stage(self, request: web.Request) -> web.Response:
         """The path, on this machine, of a version that the head node has published."""
-        version = await bodies.read(request, PolicyVersion)
+        version = await read(request, PolicyVersion)
         return web.json_response({"path": (await self.staged(version)).path})
 
     async def staged(self, version: PolicyVersion) -> PolicyVersion:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.algorithm.means import LOSS_MEANS
+from areal_core.algorithm.losses import LOSS_MEANS
 from areal_core.errors import ModelError
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
@@ -33,7 +33,7 @@ class TrainingBatch:
     behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
     advantages: Float32Array  # [S] the completion's at each of its tokens; 0 in prompts
-    weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
+    weights: Float32Array  # [S] of the token's term in the loss, see algorithm.losses; 0 in prompts
     denominator_terms: NDArray[np.float64]  # [N] what each completion contributes to the loss denominator
     regularised: bool = False  # completions without an advantage have a gradient too
     groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
@@ -240,7 +240,7 @@ def build_batch(
     - payloads: by group, its completions that are in such a part.
     - advantages: [P, G], of the global batch.
     - mask_truncated: leave truncated completions out of the loss.
-    - loss_mean: a name of algorithm.means. max_new_tokens: the limit of a completion, which `constant` divides by.
+    - loss_mean: a name of algorithm.losses. max_new_tokens: the limit of a completion, which `constant` divides by.
     - regularised: completions without an advantage have a gradient too.
     - share_prompts: compute a group's prompt once for all of its completions.
     """

@@ -11,7 +11,6 @@ from areal_core.api.scored_groups import (
     parsed_spans,
     part_spans,
     read_group,
-    read_group_file,
     spans_text,
 )
 from areal_core.errors import StorageError
@@ -94,18 +93,6 @@ def test_text_that_names_no_spans_is_refused(text: str):
     line = "^spans: must be first bytes and those after the last, as 0-48,96-200, got '"
     with pytest.raises(ValueError, match=line):
         parsed_spans(text)
-
-
-def test_a_group_is_read_from_its_segment(tmp_path):
-    data, checksums = pack_group(group())
-    (tmp_path / "000001-000001.bin").write_bytes(b"others" + data + b"others")
-    payload = read_group_file(tmp_path, described(group(), checksums, start=6), [1])
-    assert payload.tokens.tolist() == group().tokens[3:4].tolist()
-    with pytest.raises(StorageError, match="not what was stored"):
-        read_group_file(tmp_path, described(group(), checksums, start=5), [1])
-    (tmp_path / "000001-000001.bin").unlink()
-    with pytest.raises(FileNotFoundError):
-        read_group_file(tmp_path, described(group(), checksums), [1])
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 from aiohttp import web
 
 from areal_core.api import serving as module
+from areal_core.api.access import admits, authorization
+from areal_core.api.patience import patience
 from areal_core.api.serving import listen, runner
 from areal_core.errors import ConfigError
+from tests.support.virtual import run_virtual
 
 SILENT_S = 0.5
 PATIENCE_S = 60.0  # of a test; nothing takes so long
@@ -125,3 +129,53 @@ async def test_ports_that_are_taken_are_passed_over(tmp_path: Path, monkeypatch:
         made, url = await listening(tmp_path / "port")
         assert url != f"http://127.0.0.1:{taken.getsockname()[1]}"
         await made.cleanup()
+
+
+def test_run_admits_its_own_header_alone() -> None:
+    assert authorization(None) == {}
+    assert admits("token", authorization("token")["Authorization"])
+    for header in (None, "", "token", "Bearer", "Bearer ", "Bearer toke", "bearer token", "Bearer tokén"):
+        assert not admits("token", header)
+        assert not admits("", header)  # an empty token admits nobody
+
+
+async def waited(seconds: float | None) -> float:
+    """Until `patience` gives up, in time of the loop."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    with pytest.raises(TimeoutError):
+        async with patience(seconds):
+            await asyncio.sleep(1000.0)
+    return loop.time() - start
+
+
+def test_a_loop_that_always_runs_waits_as_long_as_it_says() -> None:
+    assert run_virtual(waited(10.0)) == pytest.approx(10.0)
+
+
+def test_wait_without_a_limit_goes_on_and_a_cancelled_one_is_cancelled() -> None:
+    async def main() -> None:
+        async with patience(None):
+            await asyncio.sleep(1e6)
+        task = asyncio.create_task(waited(10.0))
+        await asyncio.sleep(3.0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.15])
+async def test_what_came_while_the_loop_was_blocked_is_read(before_s: float) -> None:
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with patience(0.2):
+            receiving = asyncio.ensure_future(loop.sock_recv(ours, 1))
+            await asyncio.sleep(before_s)
+            theirs.send(b"x")
+            time.sleep(0.4)  # noqa: ASYNC251 - the loop stands still
+            assert await receiving == b"x"

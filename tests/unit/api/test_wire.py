@@ -1,33 +1,39 @@
-"""Bodies of /inference/v1/generate: what is encoded is parsed back exactly, what is damaged is refused."""
+"""Bodies of /inference/v1/generate, and completions that are put together from several of them."""
 
 import dataclasses
+import pickle
 
 import numpy as np
 import orjson
 import pytest
 
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.wire import (
     encode_failure,
     encode_generation,
     encode_part,
     encode_request,
+    join_completions,
     parse_generation,
     parse_part,
     version_name,
     version_spans,
 )
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.types import Completion, GenerationRequest, PolicyVersion
+from areal_core.types import Completion, GenerationRequest, PolicyVersion, Tally
 
-REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
+STOP = 1
+REQUEST = GenerationRequest(
+    request_id="r", token_ids=(7, 8, 9), n=2, max_tokens=6, seed=5, stop_token_ids=(STOP, 2), temperature=0.5
+)
 
 
 def completion(tokens, versions, finish_reason="stop"):
-    logprobs = -np.random.default_rng(len(tokens)).exponential(size=len(tokens)).astype(np.float32)
+    """One whose log-probabilities say the token: -t / 7. `versions`: of its tokens, or one for all."""
     return Completion(
-        token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=logprobs,
-        versions=np.array(versions, dtype=np.int32),
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32) / 7,
+        versions=np.full(len(tokens), versions, np.int32),
         finish_reason=finish_reason,
     )
 
@@ -71,8 +77,8 @@ def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
 
 def test_fields_are_those_of_vllm():
     body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
-    assert body["request_id"] == "generate-tokens-r-1"
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 306, "total_tokens": 308}
+    assert body["request_id"] == "generate-tokens-r"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 306, "total_tokens": 309}
     first = body["choices"][0]
     assert first["weight_versions"] == [
         {"version": "3", "start": 0, "end": 2},
@@ -89,8 +95,8 @@ def test_fields_are_those_of_vllm():
 
 def test_a_request_says_all_that_sampling_depends_on():
     params = orjson.loads(encode_request(REQUEST))["sampling_params"]
-    assert (params.pop("n"), params.pop("max_tokens"), params.pop("seed")) == (2, 8, 5)
-    assert params == {"temperature": 1.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0}
+    assert (params.pop("n"), params.pop("max_tokens"), params.pop("seed")) == (2, 6, 5)
+    assert params == {"temperature": 0.5, "stop_token_ids": [1, 2], "ignore_eos": True, "logprobs": 0}
     greedy = dataclasses.replace(REQUEST, greedy=True)
     assert orjson.loads(encode_request(greedy))["sampling_params"]["temperature"] == 0.0
 
@@ -122,3 +128,184 @@ def test_parts_of_a_response_tell_whose_they_are_and_how_it_ends():
         parse_part(encode_failure("no memory"))
     with pytest.raises(GenerationError, match="not a part of a response"):
         parse_part(b"{}")
+
+
+def body(*completions, version=3):
+    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions], logprobs=True)
+
+
+def take(pending, indices, content):
+    pending.take(indices, receive(content))
+
+
+def begun(*completions, **changes):
+    pending = PendingCompletions(dataclasses.replace(REQUEST, n=len(completions), **changes))
+    take(pending, range(len(completions)), body(*completions))
+    return pending
+
+
+def request_of(request):
+    """As values that can be compared."""
+    return dataclasses.replace(request, token_ids=tuple(map(int, request.token_ids)))
+
+
+def joined(pending):
+    return [(one.token_ids.tolist(), one.finish_reason) for one in join_completions(pending.completions())]
+
+
+def test_a_body_that_is_complete_is_kept_as_it_is():
+    whole = body(([4, 5], "length"), ([6, STOP], "stop"))
+    pending = PendingCompletions(REQUEST)
+    assert not pending.begun
+    take(pending, [0, 1], whole)
+    assert pending.begun
+    assert pending.unfinished() == []
+    assert [one.segments for one in pending.completions()] == [((whole, 0),), ((whole, 1),)]
+    assert pending.completions()[0].segments[0][0] is whole
+    assert joined(pending) == [([4, 5], "length"), ([6, STOP], "stop")]
+
+
+def test_interrupted_completions_are_continued_and_others_are_left_alone():
+    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
+    assert pending.unfinished() == [0, 2]
+    take(pending, [2], body(([11, 12], "abort"), version=4))
+    take(pending, [0], body(([6], "abort"), version=4))
+    assert pending.unfinished() == [0, 2]
+    take(pending, [0], body(([7, STOP], "stop"), version=6))
+    assert pending.unfinished() == [2]
+    take(pending, [2], body(([13, 14, 15, 16], "length"), version=6))
+    assert pending.unfinished() == []
+    completions = join_completions(pending.completions())
+    assert [one.token_ids.tolist() for one in completions] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
+    assert [one.versions.tolist() for one in completions] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
+    assert [one.finish_reason for one in completions] == ["stop", "stop", "length"]
+    for one in completions:
+        assert one.logprobs.tolist() == (-one.token_ids.astype(np.float32) / 7).tolist()
+        assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
+    assert pending.sampled() == Tally(tokens=13)
+
+
+def test_a_continuation_asks_for_the_rest():
+    pending = begun(([4, 5], "abort"), ([], "abort"))
+    first, second = pending.continuation(0), pending.continuation(1)
+    assert request_of(first) == dataclasses.replace(
+        REQUEST, request_id="r-0-2", token_ids=(7, 8, 9, 4, 5), n=1, max_tokens=4, seed=first.seed
+    )
+    assert request_of(second) == dataclasses.replace(REQUEST, request_id="r-1-0", n=1, seed=second.seed)
+    take(pending, [0], body(([6], "abort")))
+    third = pending.continuation(0)
+    assert (third.request_id, request_of(third).token_ids, third.max_tokens) == ("r-0-3", (7, 8, 9, 4, 5, 6), 3)
+
+
+def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
+    def seed(index, *tokens, **changes):
+        return begun(*[(tokens, "abort")] * 2, **changes).continuation(index).seed
+
+    seeds = [seed(0, 4, 5), seed(1, 4, 5), seed(0, 4), seed(0, 4, 5, seed=6), REQUEST.seed]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= value < 2**63 for value in seeds)
+    assert seed(0, 4, 5) == seed(0, 10, 11) == seed(0, 4, 5, request_id="other")
+
+
+@pytest.mark.parametrize(
+    ("whole", "reason"), [([4, 1], "stop"), ([4, 2], "stop"), ([4] * 6, "length"), ([4] * 5 + [STOP], "stop")]
+)
+def test_completion_that_was_interrupted_after_its_stop_token_or_at_its_limit_is_finished(whole, reason):
+    pending = begun((whole, "abort"), (whole[:-1], "abort"))
+    assert pending.unfinished() == [1]
+    take(pending, [1], body((whole[-1:], "abort")))
+    assert pending.unfinished() == []
+    assert joined(pending) == [(whole, reason)] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (body(([4], "abort")), "1 completions where 2 were requested"),
+        (body(([4], "stop")), "1 completions where 2 were requested"),
+        (body(*[([4], "abort")] * 3), "3 completions where 2 were requested"),
+        (b"an abort, but not JSON", "not a response of /inference/v1/generate: .*JSON"),
+        (b'{"abort": []}', "not a response of /inference/v1/generate: .*choices"),
+        (b'{"choices": [{"finish_reason": "abort"}]}', "not a response of /inference/v1/generate: .*token_ids"),
+        (body(([4], "abort"), ([], "length")), r"completion 1 ended \(length\) without a token"),
+    ],
+)
+def test_what_can_not_be_continued_from_is_refused(first, said):
+    pending = PendingCompletions(REQUEST)
+    with pytest.raises(GenerationError, match=said) as caught:
+        take(pending, [0, 1], first)
+    assert "\n" not in str(caught.value)
+    assert not pending.begun
+
+
+def test_what_was_refused_halfway_leaves_nothing_behind():
+    pending = PendingCompletions(REQUEST)
+    with pytest.raises(GenerationError):
+        take(pending, [0, 1], body(([4, 5], "abort"), ([], "length")))
+    take(pending, [0, 1], body(([6], "abort"), ([7, STOP], "stop")))
+    assert joined(pending) == [([6], "abort"), ([7, STOP], "stop")]
+    assert pending.sampled() == Tally(tokens=5)
+    assert pending.take_refused() == Tally(tokens=2)
+    assert pending.sampled() == Tally(tokens=3)
+    assert pending.take_refused() == Tally()
+
+
+def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
+    pending = PendingCompletions(REQUEST)
+    with pytest.raises(GenerationError):
+        take(pending, [0, 1], b"no JSON")
+    assert pending.sampled() == Tally(unread=2 * 6)
+    pending.discard()
+    assert (pending.begun, pending.sampled()) == (False, Tally(unread=2 * 6))
+    take(pending, [0, 1], body(([4, 5], "abort"), ([6, STOP], "stop")))
+    with pytest.raises(GenerationError):
+        take(pending, [0], b"no JSON")
+    assert pending.take_refused() == Tally(unread=2 * 6 + 4)
+    assert pending.sampled() == Tally(tokens=4)
+
+
+def test_discarded_completions_are_counted_and_requested_again():
+    assert PendingCompletions(REQUEST).sampled() == Tally()
+    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"))
+    assert pending.sampled() == Tally(tokens=4)
+    take(pending, [0], body(([7], "length")))
+    pending.discard()
+    assert pending.unfinished() == [0, 1]
+    assert pending.take_refused() == Tally(tokens=5)
+    take(pending, [0, 1], body(([8], "length"), ([6, STOP], "stop")))
+    assert pending.sampled() == Tally(tokens=3)
+    assert joined(pending) == [([8], "length"), ([6, STOP], "stop")]
+
+
+def test_completions_are_taken_as_they_end():
+    """In whatever order, and together where they ended together; one that is interrupted is not finished."""
+    notified = []
+    pending = PendingCompletions(dataclasses.replace(REQUEST, n=4))
+    pending.notify = lambda: notified.append(pending.unfinished())
+    take(pending, [2], body(([4, STOP], "stop")))
+    assert (pending.begun, pending.has_finished) == (True, True)
+    take(pending, [3, 0], body(([5, STOP], "stop"), ([6], "abort")))
+    assert [index for index, _ in pending.finished()] == [2, 3]
+    assert (pending.finished(), pending.has_finished) == ([], False)
+    take(pending, [0], body(([7, STOP], "stop")))
+    take(pending, [1], body(([8, STOP], "stop")))
+    ended = pending.finished()
+    assert [index for index, _ in ended] == [0, 1]
+    assert [one.token_ids.tolist() for one in join_completions([one for _, one in ended])] == [[6, 7, STOP], [8, STOP]]
+    assert notified == [[0, 1, 3], [0, 1], [1], []]
+    assert pending.sampled() == Tally(tokens=9)
+    pending.repeat()
+    assert [index for index, _ in pending.finished()] == [0, 1, 2, 3]
+    pending.discard()
+    assert (pending.begun, pending.has_finished, pending.unfinished()) == (False, False, [0, 1, 2, 3])
+
+
+def test_completions_travel_with_one_copy_of_a_body_that_they_share():
+    pending = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
+    take(pending, [0], body(([7], "length")))
+    sent = pickle.dumps(pending.completions())
+    bodies = [raw for one in pickle.loads(sent) for raw, _ in one.segments]
+    assert len(bodies) == 3
+    assert bodies[0] is bodies[2]
+    assert len(sent) < sum(map(len, bodies))
+    assert join_completions(pickle.loads(sent))[1].token_ids.tolist() == [6, STOP]

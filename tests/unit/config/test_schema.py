@@ -38,8 +38,6 @@ generation.interruption=abort
     generation.interruption: must be one of recompute, resubmit, keep, wait, got
 generation.vllm.arguments='x
     generation.vllm.arguments: No closing quotation, in "'x"
-generation.vllm.memory_share=1.5
-    generation.vllm.memory_share: must be
 generation.engine=vllm generation.temperature=3.0
     generation.temperature: vllm takes 2 at most, got 3
 training.engine=emulated training.lora.rank=8 generation.engine=emulated
@@ -72,18 +70,12 @@ algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
 algorithm.objective=standard algorithm.behaviour_mask_low=0.5
     algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox
-algorithm.objective=standard algorithm.behaviour_mask_high=5.0
-    algorithm.behaviour_mask_high: must be null with algorithm.objective=standard, which has no pi_prox
 algorithm.objective=cispo algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav
 algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
-algorithm.kl_coef=-0.1
-    algorithm.kl_coef: must be at least 0.0, got -0.1
 algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
-algorithm.group_size=1 algorithm.advantage=group_mean
-    algorithm.group_size: must be at least 2 with algorithm.advantage=group_mean, got 1
 rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
     algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
 rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulated
@@ -92,14 +84,10 @@ algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
     algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
     algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
-launch.remote_roles=evaluator
-    launch.remote_roles: must be one of none, generation, trainer, both
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 launch.address=0.0.0.0
     launch.address: must be an IP address of this machine, got '0.0.0.0'
-training.hosts=0
-    training.hosts: must be at least 1, got 0
 training.ranks=2 training.hosts=2 launch.remote_roles=generation
     training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2
 launch.remote_roles=both

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import weakref
 
-from areal_core.controller import garbage
+from areal_core.controller import service
 
 
 class Cycle:
@@ -13,8 +13,8 @@ class Cycle:
 
 
 async def test_a_cycle_stays_until_the_next_look_and_python_takes_over_afterwards(monkeypatch):
-    monkeypatch.setattr(garbage, "_EVERY_S", 0.05)
-    collecting = asyncio.ensure_future(garbage.collect_rarely())
+    monkeypatch.setattr(service, "_COLLECT_S", 0.05)
+    collecting = asyncio.ensure_future(service.collect_rarely())
     await asyncio.sleep(0)
     assert not gc.isenabled()
     looked, gone = asyncio.Event(), []

@@ -104,14 +104,15 @@ async def test_a_stager_that_fails_costs_its_machines_servers_and_no_others(serv
         await pool.join("far", servers[1].url, lambda: version(1), stager="http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("orphans", [0, 3])
-async def test_what_a_server_decodes_for_a_controller_that_is_gone_ends_before_its_tokens_count(servers, pool, orphans):
-    servers[0].orphans, servers[0].label = orphans, "1"
-    await pool.join("a", servers[0].url, lambda: version(1))
+async def test_a_server_of_a_controller_that_is_gone_is_woken_and_decodes_nothing_before_it_is_used(servers, pool):
     aborted = ("/pause?mode=abort&clear_cache=false", None)
-    assert servers[0].updates().count(aborted) == bool(orphans)
-    if orphans:
-        assert servers[0].updates()[:2] == [aborted, ("/resume", None)]
+    servers[0].orphans, servers[0].label, servers[0].sleeping = 3, "1", True
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(1))
+    assert servers[0].updates()[:3] == [("/wake_up", None), aborted, ("/resume", None)]
+    assert not servers[0].sleeping
+    assert aborted not in servers[1].updates()
+    assert await ask(pool) == [WHOLE]
 
 
 async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
@@ -330,14 +331,6 @@ async def test_servers_sleep_until_they_are_woken(servers, pool):
     await pool.wake_up()
     assert not servers[0].sleeping
     assert not servers[1].sleeping
-
-
-async def test_a_server_that_sleeps_for_a_controller_that_is_gone_is_woken_before_it_is_used(servers, pool):
-    servers[0].sleeping = True
-    await pool.join("a", servers[0].url, lambda: version(1))
-    assert servers[0].updates()[0] == ("/wake_up", None)
-    assert not servers[0].sleeping
-    assert await ask(pool) == [WHOLE]
 
 
 # -- servers that take their time --------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import torch
 
 from areal_core.config.schema import load
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger
-from areal_core.controller.core.notes import Ending
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Ending, Place
 from areal_core.controller.recorder import BatchMetrics, Recorder
 from areal_core.errors import RewardTimeoutError, RewardWorkerError
 from areal_core.tracking.outbox import Outbox

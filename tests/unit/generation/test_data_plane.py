@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from areal_core.api.received import Received
+from areal_core.api.pending_completions import Received
 from areal_core.errors import ServerLostError
 from areal_core.generation.data_plane import DataPlane, Here
 

@@ -241,13 +241,6 @@ def test_status_follows_the_run(server: Server, outbox: Outbox) -> None:
     assert server.status == "FINISHED"
 
 
-def test_stop_sends_the_rest_and_marks_the_run_killed(server: Server, outbox: Outbox) -> None:
-    outbox.log(rows(range(3)))
-    assert not forward(outbox, stop_at(2, lambda: outbox.log(rows(range(3, 2400)))))
-    assert len(server.points) == 2400
-    assert server.status == "KILLED"
-
-
 def test_server_that_stays_down_is_given_up(server: Server, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     server.fail_before = 10**9
     outbox.log(rows(range(3)))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.controller.core.notes import Ending
-from areal_core.controller.core.payloads import Place
+from areal_core.controller.core.tables import Ending, Place
 from areal_core.errors import LedgerError
 from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.received import receive
+from areal_core.api.pending_completions import PendingCompletions, receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.controller.core.rollouts import Rollouts

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from areal_core.config.schema import load
-from areal_core.controller.best import best_of, export
+from areal_core.controller.export import best_of, export, model_card
 from areal_core.errors import StorageError
 from areal_core.models.adapters import merged
 from areal_core.models.arrays import read_arrays
@@ -16,7 +19,7 @@ from areal_core.models.spec import read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import Evaluation
+from areal_core.types import Evaluation, RunSummary, TokenLedger
 from tests.support.lora import LORA, adapter, form
 from tests.support.models import write_tiny
 
@@ -25,6 +28,11 @@ def scored(version: int, accuracy: float) -> Evaluation:
     return Evaluation(
         version=version, digest="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
     )
+
+
+def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
+    info = RunInfo(run_id="r", model_path=model_path, checkpoint_url="")
+    return RunDir.create(load({"state_dir": str(folder), **groups}), info)
 
 
 def test_of_several_with_the_highest_accuracy_the_first_is_the_best() -> None:
@@ -40,8 +48,7 @@ def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
     (final / "README.md").write_text("the final one")
     changed = {name: array + 1 for name, array in read_arrays(final, spec).items()}
     version = weights.publish(tmp_path / "weights", 5, changed)
-    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
-    url = export(run, Storage.open(str(tmp_path / "store")), version, "the best one")
+    url = export(run_in(tmp_path), Storage.open(str(tmp_path / "store")), version, "the best one")
     best = Path(url)
     assert best == tmp_path / "store" / "best"
     assert {file.name for file in best.iterdir()} == {file.name for file in final.iterdir()}
@@ -57,8 +64,7 @@ def test_adapter_is_merged_into_the_base_model(tmp_path: Path) -> None:
     write_tiny(tmp_path / "store" / "final")
     mine = adapter(spec)
     version = weights.publish(tmp_path / "weights", 5, mine, lora=form())
-    config = load({"state_dir": str(tmp_path), "training": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}})
-    run = RunDir.create(config, RunInfo(run_id="r", model_path=str(base), checkpoint_url=""))
+    run = run_in(tmp_path, str(base), training={"lora": {"rank": LORA.rank, "alpha": LORA.alpha}})
     found = read_arrays(export(run, Storage.open(str(tmp_path / "store")), version, "the best one"), spec)
     whole = merged(read_arrays(base, spec), mine, form())
     assert all((found[name] == array).all() for name, array in whole.items())
@@ -73,7 +79,60 @@ def test_a_version_that_is_not_what_was_scored_becomes_none(tmp_path: Path, dama
     else:
         file = Path(version.path) / "model.safetensors"
         file.write_bytes(bytes(file.stat().st_size))
-    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
     with pytest.raises(StorageError, match=r"v000006: version 6 is gone or damaged"):
-        export(run, Storage.open(str(tmp_path / "store")), version, "")
+        export(run_in(tmp_path), Storage.open(str(tmp_path / "store")), version, "")
     assert not (tmp_path / "store" / "best").exists()
+
+
+CONFIG = load(
+    {
+        "mode": "sync",
+        "model": {"path": "hub:someone/small", "context": 2048},
+        "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}, "held_out": 64},
+        "training": {"learning_rate": 1e-5},
+    }
+)
+SUMMARY = RunSummary(
+    run_id="first",
+    name="n",
+    mode="sync",
+    seed=3,
+    reason="steps",
+    steps=20,
+    accuracy_before=0.25,
+    accuracy_after=0.5,
+    best_accuracy=0.5,
+    rl_wall_s=100.0,
+    time_to_score_s=None,
+    tokens=TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0),
+    effective_tokens_per_s=1.0,
+    generated_tokens_per_s=1.0,
+    staleness_mean=0.5,
+    staleness_max=1,
+    model_url="x",
+    incarnation=0,
+)
+
+
+def test_card_tells_base_task_scores_and_settings():
+    card = model_card(CONFIG, SUMMARY)
+    for told in (
+        "Trained from hub:someone/small",
+        "20 steps of 512 completions of `gcd`, seed 3",
+        "0.250 before the training, 0.500 after it",
+        "12,345 sampled tokens",
+        "messages of the chat template",
+    ):
+        assert told in card
+    assert [line.strip() for line in card.splitlines() if line.startswith("    ")] == [
+        'task.name="reasoning_gym"',
+        'task.dataset="gcd"',
+        "task.chat.enabled=true",
+        "task.held_out=64",
+        "training.learning_rate=1e-05",
+    ]
+    head = yaml.safe_load(card.split("---\n", 2)[1])
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")  # which the hub reads
+    unscored = model_card(load({}), dataclasses.replace(SUMMARY, accuracy_before=None, accuracy_after=None))
+    for told in ("were not scored", "Trained from the embedded model", "fed as they stand"):
+        assert told in unscored
