@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name
 from flows import watch
-from flows.benchmarks import benchmark_configs
+from flows.compose import benchmark_configs
 
 
 def main() -> int:

@@ -28,11 +28,7 @@ from flows.provision.terraform import Plan
 from flows.stack import STATE
 
 
-def main() -> int:
-    return run_command(_run)
-
-
-def _run() -> None:
+def main() -> None:
     options = _parse()
     console, request = Console(highlight=False), read(options.file)
 
@@ -119,4 +115,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -33,10 +33,9 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
-from flows.alerts import Alerts
 from flows.compose import configure
 from flows.fleet import Fleet
-from flows.page import CancelUnheard, Progress, seen_where_it_answers, told
+from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, told
 from flows.provision.cost import Meter, split
 from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, control_outputs

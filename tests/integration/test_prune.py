@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.run.command import run_command
 from areal_core.storage.objects import Storage
 from flows import prune_command
 from tests.support.runs import Launched, tiny
@@ -22,7 +23,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
 
     def prune(*options: str) -> tuple[int, str, str]:
-        status = prune_command.main([*options, *given])
+        status = run_command(lambda: prune_command.main([*options, *given]))
         told = capsys.readouterr()
         return status, told.out, told.err
 

@@ -19,9 +19,8 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
-from flows.alerts import make_automations
 from flows.stack import ROOT
-from flows.worker import make_schedules
+from flows.worker import make_automations, make_schedules
 from tests.support.control import emulated, environment, run_python
 from tests.support.stack import Up
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from flows.comparison.design import plan_trials
-from flows.comparison.learning_curves import _line, draw_learning_curves, median_line
+from flows.comparison.report import _line, draw_learning_curves, median_line
 from tests.support.comparison import failed, made_up
 
 _ARMS = {"sync": ["mode=sync"]} | {f"eta-{n}": [f"rollout.max_staleness={n}"] for n in range(1, 13)}

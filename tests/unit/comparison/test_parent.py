@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.comparison.design import Comparison
 from flows.comparison.parent import Parent, open_parent
-from flows.comparison.record import Comparison
 
 _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_core.errors import ConfigError
-from flows.comparison.record import Comparison, read_comparison
+from flows.comparison.design import Comparison, read_comparison
 
 _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
 

@@ -12,8 +12,9 @@ from prefect.events.schemas.automations import AutomationCore
 
 from areal_core.controller import health
 from areal_core.types import Alert
-from flows import alerts
-from flows.alerts import AUTOMATIONS, Alerts
+from flows import page
+from flows.page import Alerts
+from flows.worker import AUTOMATIONS
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         assert resource["prefect.resource.id"] == "areal.run.r"
         events.append((event, payload["text"]))
 
-    monkeypatch.setattr(alerts, "emit_event", emit)
+    monkeypatch.setattr(page, "emit_event", emit)
     return events
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_core.errors import ConfigError
-from flows.benchmarks import benchmark_configs
+from flows.compose import benchmark_configs
 
 
 def test_each_benchmark_is_a_task_and_its_held_out_prompts():

@@ -14,8 +14,8 @@ import pytest
 
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig, load
-from flows import bootstrap, machine
-from flows.bootstrap import troubles
+from flows import machine
+from flows.machine import troubles
 
 CPU = NodesConfig(gpu="none", gpus=0)
 
@@ -86,7 +86,7 @@ def test_unreachable_server_and_a_full_disk_are_told(
     asked = load({"state_dir": str(tmp_path), "launch": {"disk_low_gib": 1e9}})
     (said,) = troubles(asked, CPU, f"{url}/api")
     assert said.endswith("should be 1e+09 (launch.disk_low_gib)")
-    monkeypatch.setattr(bootstrap, "free_inodes", lambda folder: 19_999)
+    monkeypatch.setattr(machine, "free_inodes", lambda folder: 19_999)
     (said,) = troubles(config, CPU, f"{url}/api")
     assert said == f"19999 inodes free in {config.state_dir}, should be 20000 (launch.disk_low_inodes)"
 

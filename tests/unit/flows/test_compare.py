@@ -11,8 +11,7 @@ from prefect.states import Failed
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
 from flows import compare
 from flows.compare import _worth_another_try, track
-from flows.comparison.design import DEFAULT_ARMS
-from flows.comparison.record import Comparison
+from flows.comparison.design import DEFAULT_ARMS, Comparison
 
 
 @pytest.mark.parametrize(

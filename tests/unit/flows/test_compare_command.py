@@ -7,7 +7,7 @@ import pytest
 
 from areal_core.errors import ConfigError
 from flows.compare_command import parameters
-from flows.comparison.record import Comparison
+from flows.comparison.design import Comparison
 
 
 def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:

@@ -14,6 +14,7 @@ import pytest
 from moto import mock_aws
 
 from areal_core.errors import ConfigError
+from areal_core.run.command import run_command
 from flows import node
 from flows.machine import secret_values
 
@@ -57,7 +58,7 @@ def test_wrong_file_costs_one_line(
 ) -> None:
     (tmp_path / "node.json").write_text(json.dumps(TOLD | changes))
     monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "node.json")])
-    assert node.main() == 2
+    assert run_command(node.worker) == 2
     assert capsys.readouterr().err == f"areal: error: {tmp_path}/node.json: {line}\n"
 
 
@@ -67,7 +68,7 @@ def test_node_becomes_the_worker_of_its_queue(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "node.json")])
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
     monkeypatch.setattr(node, "identity", lambda: "i-0")
-    assert node.main() == 0
+    node.worker()
     program, argv, environment = became
     assert program == sys.executable
     assert "value of" not in " ".join(argv)  # which everybody on the machine can read

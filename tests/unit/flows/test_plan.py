@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_core.planning.footprint import check_footprint
+from areal_core.run.command import run_command
 from flows import plan
 from flows.compose import compose, experiments
 
@@ -32,6 +33,6 @@ def test_every_experiment_for_gpus_is_planned_and_fits_an_h800() -> None:
 def test_command_prints_a_plan_or_refuses(
     arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan.main([*arguments, "launch.device_memory_gib=80"]) == status
+    assert run_command(lambda: plan.main([*arguments, "launch.device_memory_gib=80"])) == status
     told = capsys.readouterr()
     assert said in (told.err if status else told.out)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal_core.errors import StorageError
+from areal_core.run.command import run_command
 from areal_core.run.prune import HeldRun, State
 from flows import prune_command
 
@@ -50,7 +51,7 @@ def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert prune_command.main([]) == 0
+    assert run_command(lambda: prune_command.main([])) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", "\n".join(lines)) == _TABLE
     assert did == []
@@ -76,7 +77,7 @@ def test_what_was_chosen_is_deleted(
     line: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert prune_command.main([*chosen, "--yes"]) == status
+    assert run_command(lambda: prune_command.main([*chosen, "--yes"])) == status
     assert did == deleted
     told = capsys.readouterr()
     assert told.err == (f"areal: error: {line}\n" if line else "")
@@ -87,5 +88,5 @@ def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatc
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     for answer, status, deleted in (("y", 1, []), ("yes", 0, [("delete", "old")])):
         monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
-        assert prune_command.main(["--run", "old"]) == status
+        assert run_command(lambda: prune_command.main(["--run", "old"])) == status
         assert did == deleted
