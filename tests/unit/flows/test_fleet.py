@@ -345,12 +345,12 @@ def test_what_becomes_of_the_shares_of_a_run_that_fails(
 def test_the_reaper_is_called_where_the_flow_is_asked_to_end(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, called: bool
 ) -> None:
-    reaper = MagicMock()
-    monkeypatch.setattr(on_nodes, "_call_the_reaper", reaper)
-    monkeypatch.setattr(on_nodes, "get_client", MagicMock())
+    client = MagicMock()
+    client.__enter__.return_value = client
+    monkeypatch.setattr(on_nodes, "get_client", lambda **_: client)
     with pytest.raises(type(error)), on_nodes._reaped_where_cancelled():
         raise error
-    assert reaper.called is called
+    assert client.create_flow_run_from_deployment.called is called
 
 
 @pytest.mark.cpu_seconds(10)
