@@ -39,8 +39,7 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.weights import version_folder, weights_file
 from benchmarks import _harness
 from benchmarks._memory import PeakMemory
-from flows.benchmarks import benchmark_configs
-from flows.compose import compose
+from flows.compose import benchmark_configs, compose
 
 _EXPERIMENTS = {"full": "smollm2", "lora": "smollm2-lora"}
 _WORD = re.compile(r"[^\W_]+(?:['\u2019.-][^\W_]+)*")

@@ -18,11 +18,7 @@ from areal_core.run.command import Parser, run_command
 from areal_core.storage.rundir import RunDir
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(lambda: _advise(arguments))
-
-
-def _advise(arguments: Sequence[str] | None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="make advise", description="How a run's devices would better be split.")
     parser.add_argument("run", help="its id")
     options = parser.parse_args(arguments)
@@ -42,4 +38,4 @@ def best(run_id: str) -> Split:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -34,8 +34,7 @@ from areal_core.errors import ArealError, TrackingError, one_line
 from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus
-from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
-from flows.comparison.record import Comparison, read_comparison
+from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
 from flows.comparison.trials import load_result, run_trial
 from flows.page import Progress, tie_to_worker, told

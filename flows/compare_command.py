@@ -13,8 +13,7 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 from flows import watch
-from flows.comparison.design import DEFAULT_ARMS, generated_name
-from flows.comparison.record import Comparison, read_comparison
+from flows.comparison.design import DEFAULT_ARMS, Comparison, generated_name, read_comparison
 
 _EPILOG = """
 An arm is a name, a colon and what makes it, as in --arm 'async-2: mode=async rollout.max_staleness=2' or

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -25,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
+from areal_core.run.folders import run_folder
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -152,3 +155,40 @@ def _config_error(error: BaseException) -> ConfigError:
     while root.__context__ is not None:
         root = root.__context__
     return root if isinstance(root, ConfigError) else ConfigError(f"overrides: {str(error).strip().splitlines()[0]}")
+
+
+# ---- the benchmarks of an evaluation ----
+
+
+EVALUATION = "_evaluation"  # a file of conf/experiment that is no choice of `make train`
+
+
+def benchmark_configs(
+    model: str,
+    benchmarks: Sequence[str],
+    *,
+    samples: int | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, RunConfig]:
+    """A configuration for each benchmark, by its name: a file of conf/task, whose held-out prompts it is, or name=path
+    where these lie in a file. `model` is a folder, a GGUF file or the name of a run. Raises ConfigError."""
+    given = {"evaluation.samples": samples, "seed": seed}
+    common = [*overrides, *(f"{field}={value}" for field, value in given.items() if value is not None)]
+    configs: dict[str, RunConfig] = {}
+    for words in benchmarks:
+        name, _, path = words.partition("=")
+        if name in configs:
+            raise ConfigError(f"benchmarks: {name} is there twice")
+        file = [f"task.held_out_path={quoted(path)}"] if path else []
+        configs[name] = compose(EVALUATION, [f"task={name}", *file, f"model.path={quoted(model)}", *common])
+    if not configs:
+        raise ConfigError("benchmarks: must name one at least, as in gsm8k=test.jsonl")
+    return {name: _of_run(config) for name, config in configs.items()}
+
+
+def _of_run(config: RunConfig) -> RunConfig:
+    """Where the model is the name of a run, with that run's final model."""
+    assert config.model.path is not None
+    final = run_folder(config, config.model.path).root / "final"
+    return replace(config, model=replace(config.model, path=str(final))) if os.path.isdir(final) else config

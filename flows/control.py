@@ -97,8 +97,10 @@ class Database:
         return subprocess.run([f"{self._programs}{program}", *arguments], capture_output=True, text=True)
 
 
-def serve(control: Control) -> None:
+def serve() -> None:
     """Until asked to stop. Raises ProcessError, ConfigError, StorageError."""
+    os.environ[MARK] = secrets.token_hex(8)
+    control = told(Control)
     asked = {"prefect": control.prefect_secret, "mlflow": control.mlflow_secret}
     passwords = secret_values(control.region, asked)
     if len(passwords["mlflow"]) < _MLFLOW_PASSWORD:
@@ -157,10 +159,5 @@ def _module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments]
 
 
-def main() -> int:
-    os.environ[MARK] = secrets.token_hex(8)
-    return run_command(lambda: serve(told(Control)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(serve))

@@ -29,8 +29,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.command import run_command
 from areal_core.run.folders import model_folder
 from flows import stack
-from flows.benchmarks import EXPERIMENT
-from flows.compose import compose, quoted
+from flows.compose import EVALUATION, compose, quoted
 
 _GIB = 2**30
 _MEMORY_GIB = 4  # the default run with both servers takes about 2.5
@@ -119,7 +118,7 @@ def _describe_model(path: str, overrides: Sequence[str]) -> None:
 
 def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What there is to know of a model before it is trained on prompts. Raises ConfigError, ModelError."""
-    config = compose(EXPERIMENT, [f"model.path={quoted(path)}", *overrides])
+    config = compose(EVALUATION, [f"model.path={quoted(path)}", *overrides])
     folder = model_folder(config, print)
     spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
     yield "folder", str(folder)

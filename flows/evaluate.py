@@ -24,7 +24,7 @@ from areal_core.run import evaluation
 from areal_core.run.evaluation import Result
 from areal_core.run.folders import tracking_uri
 from areal_core.tracking.pages import NOTE, run_page
-from flows.benchmarks import benchmark_configs
+from flows.compose import benchmark_configs
 from flows.page import Progress, tie_to_worker, told
 from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive, run_title
 

@@ -56,9 +56,5 @@ def worker() -> NoReturn:
     os.execve(sys.executable, argv, environment)
 
 
-def main() -> int:
-    return run_command(worker)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(worker))

@@ -31,9 +31,8 @@ from areal_core.run import launcher as core
 from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from flows.bootstrap import troubles
 from flows.compose import configure
-from flows.machine import Notice, identity, own_address
+from flows.machine import Notice, identity, own_address, troubles
 from flows.page import CancelUnheard, Progress, seen_where_it_answers, tie_to_worker
 from flows.provision.request import by_role, servers_per_node
 from flows.roles import THREADS, opened, report, run_roles

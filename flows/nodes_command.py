@@ -9,7 +9,6 @@ Exit status: 0 done; 1 it could not be done, or was not wanted; 2 a setting is w
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -28,12 +27,13 @@ from flows.provision.terraform import Plan
 from flows.stack import STATE
 
 
-def main() -> int:
-    return run_command(_run)
-
-
-def _run() -> None:
-    options = _parse()
+def main() -> None:
+    parser = Parser(prog="make nodes", description="The nodes of a run in a cloud.")
+    parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
+    parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
+    parser.add_argument("--yes", action="store_true", help="do what is planned without asking")
+    parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="hosts to make anew, as generation-0")
+    options = parser.parse_args()
     console, request = Console(highlight=False), read(options.file)
 
     def log(line: str) -> None:
@@ -109,14 +109,5 @@ def _list(hosts: list[Host], console: Console) -> None:
         console.print("No nodes.")
 
 
-def _parse() -> argparse.Namespace:
-    parser = Parser(prog="make nodes", description="The nodes of a run in a cloud.")
-    parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
-    parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
-    parser.add_argument("--yes", action="store_true", help="do what is planned without asking")
-    parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="hosts to make anew, as generation-0")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -33,10 +33,9 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
-from flows.alerts import Alerts
 from flows.compose import configure
 from flows.fleet import Fleet
-from flows.page import CancelUnheard, Progress, seen_where_it_answers, told
+from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, told
 from flows.provision.cost import Meter, split
 from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, control_outputs
@@ -78,7 +77,8 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
             teardown(nodes)
             raise
         teardown(nodes)
-        store = _store(on_nodes, run_id)
+        its = on_nodes.storage
+        store = Storage.open(f"{its.url.rstrip('/')}/runs/{run_id}", its.endpoint_url, its.patience_s)
         summary = summary_of(store.get_bytes("summary.json").decode())
         if nodes is not None:
             bill(nodes.spent(), summary, store)
@@ -122,7 +122,7 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
         its["stale"] = (1.0 - its["idle"]) * summary.tokens.dropped / generated
     parts = split(spent.by_role(), idle)
     rows = [
-        row | {what: _dollars(cost) for what, cost in (parts.get(row["role"]) or {}).items()} for row in spent.rows()
+        row | {what: f"${cost:.2f}" for what, cost in (parts.get(row["role"]) or {}).items()} for row in spent.rows()
     ]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     rows = [{column: row.get(column, "-") for column in columns} for row in rows]
@@ -141,10 +141,6 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
         add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps)
     except TrackingError as error:
         log.warning("MLflow does not know what the run has cost: %s", error)
-
-
-def _dollars(cost: float) -> str:
-    return f"${cost:.2f}"
 
 
 def _show_plan(plan: Plan) -> None:
@@ -185,13 +181,15 @@ def _given(config: RunConfig, shares: Shares) -> list[Host]:
 
 @contextmanager
 def _reaped_where_cancelled() -> Iterator[None]:
-    """Where this process is asked to end, with half a minute for it, its nodes have been handed over to the reaper."""
+    """Where this process is asked to end, with half a minute for it, its nodes have been handed over to the reaper,
+    which does not wait for its schedule."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
-            with seen_where_it_answers(), get_client(sync_client=True) as client:
-                _call_the_reaper(client)
+            # Where there is no reaper, the nodes' own end comes.
+            with seen_where_it_answers(), get_client(sync_client=True) as client, suppress(ObjectNotFound):
+                client.create_flow_run_from_deployment(client.read_deployment_by_name(REAPER).id)
         raise
 
 
@@ -214,12 +212,6 @@ def _given_out(
                     shares.stop()
             raise
         _end(shares, log)
-
-
-def _call_the_reaper(client: SyncPrefectClient) -> None:
-    """Not to wait for its schedule."""
-    with suppress(ObjectNotFound):  # where there is none, the nodes' own end comes
-        client.create_flow_run_from_deployment(client.read_deployment_by_name(REAPER).id)
 
 
 def _end(shares: Shares, log: Log) -> None:
@@ -295,8 +287,3 @@ def _run_id(config: RunConfig) -> str:
             f"hyphens, the first one a letter or digit, got {config.name!r}"
         )
     return f"{config.label}-{flow_run.id[-12:]}"
-
-
-def _store(config: RunConfig, run_id: str) -> Storage:
-    url = f"{config.storage.url.rstrip('/')}/runs/{run_id}"
-    return Storage.open(url, config.storage.endpoint_url, config.storage.patience_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 from uuid import UUID
 
@@ -17,10 +17,12 @@ import httpx
 from prefect import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import StateType
+from prefect.events import emit_event
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from areal_core.launch.process import die_with_parent
+from areal_core.types import Alert
 
 PATIENCE_S = 3600.0  # with a server that is away at the end of a run, whose processes have ended by then
 _QUICK_S = 5.0  # for a look at the progress
@@ -111,3 +113,30 @@ def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -
                     log(f"Prefect's server does not answer; waiting to tell it {what}: {error}")
                 waiting = True
             time.sleep(_AGAIN_S)
+
+
+class Alerts:
+    """The alerts of the run of this flow run, as events of Prefect's, each told once; automations act on them.
+
+        areal.alert.KIND    something is wrong that was not before; KIND as in areal_core.controller.health
+        areal.well.KIND     it is so no longer
+
+    The resource is `areal.run.RUN_ID`; the flow run and its deployment are related to it, so that automations find
+    them. Prefect sends them in a thread of its own: a server that is away holds nothing up.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._known: dict[str, Alert] = {}  # by kind
+
+    def show(self, alerts: Iterable[Alert]) -> None:
+        now = {alert.kind: alert for alert in alerts}
+        for kind in now.keys() - self._known.keys():
+            self._tell(f"areal.alert.{kind}", now[kind])
+        for kind in self._known.keys() - now.keys():
+            self._tell(f"areal.well.{kind}", self._known[kind])
+        self._known = now
+
+    def _tell(self, event: str, alert: Alert) -> None:
+        resource = {"prefect.resource.id": f"areal.run.{self._run_id}", "prefect.resource.name": self._run_id}
+        emit_event(event, resource, payload={"step": alert.step, "text": alert.text})

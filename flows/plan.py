@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_core.errors import ConfigError
-from areal_core.models.spec import ModelSpec, read_spec
+from areal_core.models.spec import read_spec
 from areal_core.planning.footprint import check_footprint, footprint
 from areal_core.planning.time_model import SPECS
 from areal_core.run.command import Parser, run_command
@@ -33,11 +33,7 @@ PLANNED = {
 }  # experiment -> the largest model that it is meant for
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(lambda: _plan(arguments))
-
-
-def _plan(arguments: Sequence[str] | None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
     parser.add_argument("experiment", choices=sorted(PLANNED))
     parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}; default: as planned")
@@ -46,14 +42,11 @@ def _plan(arguments: Sequence[str] | None) -> None:
     config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
     if config.launch.accelerator != "cuda":
         raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
-    spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
+    model = options.model or PLANNED[options.experiment]
+    spec, memory = SPECS.get(model) or read_spec(model), device_memory(config)
     print(footprint(config, spec, memory).table())
     check_footprint(config, spec, memory)
 
 
-def _spec(model: str) -> ModelSpec:
-    return SPECS[model] if model in SPECS else read_spec(model)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

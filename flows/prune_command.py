@@ -26,11 +26,8 @@ from flows.compose import compose
 _WIDTH = 160  # columns, where no terminal has its own
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(lambda: _prune(_parse(arguments)))
-
-
-def _prune(options: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
     chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.overrides)
     runs = held_runs(config, print)
@@ -101,4 +98,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

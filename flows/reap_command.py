@@ -16,11 +16,7 @@ from flows.provision.reaper import reaper_of
 from flows.stack import STATE
 
 
-def main() -> int:
-    return run_command(lambda: reap(STATE))
-
-
-def reap(state: Path) -> None:
+def reap(state: Path = STATE) -> None:
     parser = Parser(prog="make reap", description="End nodes that nobody has any more.")
     parser.add_argument("--store", metavar="s3://bucket", help="where the leases are, if `make control` was elsewhere")
     reaper = reaper_of(state, parser.parse_args().store, print)
@@ -35,4 +31,4 @@ def reap(state: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(reap))

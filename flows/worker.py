@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -26,6 +27,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
 from prefect.variables import Variable
@@ -33,11 +35,11 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
-from flows.alerts import make_automations
 from flows.provision.nodes import control_outputs
 from flows.shares import REAPER
 from flows.stack import ROOT, SOLE, STATE, WORKER_READY
 
+AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
 NODES_POOL = "areal-nodes"  # nodes have workers of their own
@@ -91,6 +93,17 @@ async def _schedule(paused: Iterable[UUID]) -> None:
         for deployment_id in paused:
             await client.pause_deployment(deployment_id)
         await make_schedules(client, schedules)
+
+
+async def make_automations(client: PrefectClient) -> None:
+    """Make the automations known, or as the file has them; those that somebody has paused stay so."""
+    known = {automation.name: automation for automation in await client.read_automations()}
+    for wanted in map(AutomationCore.model_validate, yaml.safe_load(AUTOMATIONS.read_text())["automations"]):
+        if before := known.get(wanted.name):
+            wanted.enabled = before.enabled
+            await client.update_automation(before.id, wanted)
+        else:
+            await client.create_automation(wanted)
 
 
 async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[str, Any]]) -> None:

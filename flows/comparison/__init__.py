@@ -2,6 +2,6 @@
 
     design -> trials -> measures, intervals -> report (tables, learning curves)
 
-`record` keeps what was asked for in a folder, `parent` is its run in MLflow. Knows no Prefect: `flows.compare` is the
-flow around it, and benchmarks call it as it is.
+`design` also keeps what was asked for in a folder, `parent` is its run in MLflow. Knows no Prefect: `flows.compare` is
+the flow around it, and benchmarks call it as it is.
 """

@@ -13,8 +13,7 @@ from areal_core.storage.rundir import write_json
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import EndStatus
 from areal_core.tracking.pages import curves_page, run_page, table_page
-from flows.comparison.design import Trial
-from flows.comparison.record import Comparison
+from flows.comparison.design import Comparison, Trial
 
 
 @dataclass(frozen=True, kw_only=True)

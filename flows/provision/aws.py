@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError, one_line
-from flows.provision.cloud import NODE, Found
+from flows.provision.nodes import NODE, Found
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 
 
 class Aws:
-    """One region of one account: a `flows.provision.cloud.Cloud`."""
+    """One region of one account: a `flows.provision.nodes.Cloud`."""
 
     def __init__(self, region: str | None, network: str | None) -> None:
         """`network` is the VPC that `control` has made, if it is known."""

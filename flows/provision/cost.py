@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_core.errors import ConfigError
-from flows.provision.cloud import Found
-from flows.provision.nodes import Host
+from flows.provision.nodes import Found, Host
 
 _HOUR_S = 3600.0
 

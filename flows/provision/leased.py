@@ -32,10 +32,9 @@ from areal_core.errors import ProvisionError, StorageError
 from areal_core.launch.process import boot_id
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
-from flows.provision.cloud import Cloud
 from flows.provision.cost import Meter
 from flows.provision.leases import By, Claimant, Leases
-from flows.provision.nodes import Host, Nodes, completed, control_outputs
+from flows.provision.nodes import Cloud, Host, Nodes, completed, control_outputs
 from flows.provision.terraform import KilledError, LockedError, Plan
 
 T = TypeVar("T")

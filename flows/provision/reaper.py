@@ -21,11 +21,10 @@ from typing import Any
 
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import Storage
-from flows.provision.cloud import NODE, Cloud
 from flows.provision.cost import Meter
 from flows.provision.leased import cloud_of
 from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
-from flows.provision.nodes import control_outputs
+from flows.provision.nodes import NODE, Cloud, control_outputs
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease

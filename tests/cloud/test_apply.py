@@ -47,11 +47,9 @@ def test_the_nodes_that_were_asked_for(nodes: Nodes, cloud: Cloud) -> None:
         assert tags_of(instance).items() >= tags.items()
 
 
-def test_nothing_is_made_or_ended_without_a_reason(nodes: Nodes) -> None:
+def test_only_a_node_that_is_bad_or_was_reclaimed_is_made_anew(nodes: Nodes, cloud: Cloud) -> None:
     assert made_or_ended(nodes.plan()) == []
-
-
-def test_a_node_that_was_reclaimed_comes_back_alone(nodes: Nodes, cloud: Cloud) -> None:
+    assert made_or_ended(nodes.plan(replace=["generation-0"])) == [Change(address("generation-0"), "replace")]
     before = ids(cloud)
     cloud.client("ec2").terminate_instances(InstanceIds=[before["generation-1"]])
     plan = nodes.plan()
@@ -62,10 +60,6 @@ def test_a_node_that_was_reclaimed_comes_back_alone(nodes: Nodes, cloud: Cloud) 
     assert {name for name in after if after[name] != before[name]} == {"generation-1"}
     with pytest.raises(ProvisionError, match=r"^terraform apply: Saved plan is stale: "):
         nodes.terraform.apply(plan)  # others have changed what it was made for
-
-
-def test_a_node_that_is_bad_is_replaced_alone(nodes: Nodes) -> None:
-    assert made_or_ended(nodes.plan(replace=["generation-0"])) == [Change(address("generation-0"), "replace")]
 
 
 def test_a_longer_lease_touches_no_node_that_runs(nodes: Nodes, cloud: Cloud) -> None:

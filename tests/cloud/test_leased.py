@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,10 @@ import psutil
 import pytest
 
 from areal_core.errors import ProvisionError
-from areal_core.storage.lease import LeaseLostError
-from areal_core.storage.objects import MissingError, Storage
 from flows.provision import leased, terraform
 from flows.provision.leased import LeasedNodes, cloud_of
-from flows.provision.leases import Leases, name_of
-from flows.provision.reaper import Reaper, reaper_of
+from flows.provision.leases import name_of
+from flows.provision.reaper import reaper_of
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
@@ -113,60 +109,3 @@ def test_a_state_that_could_not_be_stored_is_stored_by_the_next_process_and_hand
     assert (reaped.run, reaped.owner, reaped.failed) == (RUN, "somebody@example.org", None)
     assert "1 aws_instance" in reaped.ended
     assert reaper.reap() == []
-
-
-class AskedToEndError(BaseException):
-    """As Prefect raises it in the main thread where the process is sent SIGTERM."""
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud, monkeypatch: pytest.MonkeyPatch, beside: bool
-) -> None:
-    """While terraform ends a node, in the main thread, or `beside` it, before it is tried again."""
-    monkeypatch.setattr(leased, "_PAUSE_S", 600.0)
-    there, line = threading.Event(), "trying again in" if beside else '["trainer-0"]: Destroying...'
-
-    def log(said: str) -> None:
-        if line in said and not there.is_set():
-            there.set()
-            if not beside:
-                raise AskedToEndError
-
-    def replace() -> None:
-        with pytest.raises(LeaseLostError):
-            nodes.replace(["trainer-0"])
-
-    with suppress(AskedToEndError), LeasedNodes(request_, state, log=log) as nodes:
-        nodes.make()
-        if not beside:
-            nodes.end()
-        cloud.fault("RunInstances", "refuse", code="InvalidGroup.Duplicate", count=None)
-        threading.Thread(target=replace, daemon=True).start()
-        assert there.wait(120.0)
-        raise AskedToEndError
-    lease = json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read())
-    assert lease["held_until"] is None
-    cloud.clear()
-    cloud.boot_never(None)
-    reaper = reaper_of(state, None, print)
-    assert reaper is not None
-    (reaped,) = reaper.reap()
-    assert (reaped.run, reaped.failed) == (RUN, None)
-
-
-def test_what_is_in_no_state_and_has_no_lease_is_swept(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud
-) -> None:
-    with LeasedNodes(request_, state) as nodes:
-        nodes.make()
-        foundation = nodes.request["foundation"]
-    store = Storage.open(f"s3://{BUCKET}")
-    for name in (name_of(RUN), STATE):
-        store.delete(name)
-    reaper = Reaper(Leases(store), state, cloud_of=cloud_of, foundation=foundation, young_s=0.0)
-    (reaped,) = reaper.reap()
-    assert (reaped.over_since, reaped.failed) == ("no lease", None)
-    assert reaped.ended.startswith("1 aws_iam_instance_profile, 1 aws_iam_role, 1 aws_instance, 1 aws_launch_template")
-    with pytest.raises(MissingError):
-        store.get_bytes(STATE)

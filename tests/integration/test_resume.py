@@ -20,6 +20,7 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec
+from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import CheckpointInfo
@@ -226,7 +227,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
 
     def prune(*options: str) -> tuple[int, str, str]:
-        status = prune_command.main([*options, *given])
+        status = run_command(lambda: prune_command.main([*options, *given]))
         told = capsys.readouterr()
         return status, told.out, told.err
 

@@ -22,10 +22,9 @@ import pytest
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import ChangedError, MissingError
 from flows.provision import leased
-from flows.provision.cloud import Found
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import Clock, Leases, name_of
-from flows.provision.nodes import Host
+from flows.provision.nodes import Found, Host
 from flows.provision.reaper import Reaper
 from flows.provision.terraform import Change, KilledError, LockedError, Plan
 

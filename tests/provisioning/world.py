@@ -13,9 +13,9 @@ from typing import Any
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.objects import Storage
 from flows.provision import terraform
-from flows.provision.cloud import Cloud, Found
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import Claimant, Clock, Held, Leases
+from flows.provision.nodes import Cloud, Found
 from flows.provision.reaper import Reaper
 from tests.provisioning import faults, ledger
 
@@ -113,7 +113,7 @@ class World:
 
 
 class ScriptedCloud:
-    """The ledger, as `flows.provision.cloud.Cloud`."""
+    """The ledger, as `flows.provision.nodes.Cloud`."""
 
     def __init__(self, world: str) -> None:
         self._world = world

@@ -22,9 +22,8 @@ from prefect.states import Cancelling
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from flows.alerts import make_automations
 from flows.stack import ROOT
-from flows.worker import make_schedules
+from flows.worker import make_automations, make_schedules
 from tests.support.control import emulated, environment, processes_of, run_python
 from tests.support.stack import Up, brought_up
 

@@ -1,4 +1,4 @@
-"""The report says what was compared, what failed, what differs and what does not, and how sure that is."""
+"""The report says what was compared, what failed, what differs and how sure that is; and draws learning curves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from flows.comparison.design import Trial, plan_trials
-from flows.comparison.report import EMULATED, metrics, result_table, result_title, write_report
+from flows.comparison.report import (
+    EMULATED,
+    _line,
+    draw_learning_curves,
+    median_line,
+    metrics,
+    result_table,
+    result_title,
+    write_report,
+)
 from flows.comparison.trials import TrialResult
 from tests.support.comparison import failed, made_up
 
@@ -133,3 +142,31 @@ def test_metrics_hold_ratios_and_differences_with_their_intervals() -> None:
     assert [found[key] for key in (speed, f"{speed}.low", f"{speed}.high")] == [1.5, 1.25, 2.0]
     assert found["comparison/async-1.final_score.difference"] == pytest.approx(0.0)
     assert not any("sync." in key and "async" not in key for key in found)
+
+
+_MANY = {"sync": ["mode=sync"]} | {f"eta-{n}": [f"rollout.max_staleness={n}"] for n in range(1, 13)}
+
+
+def test_more_arms_than_colours_and_an_arm_without_a_trial_are_drawn(tmp_path: Path) -> None:
+    results = [made_up(trial) for trial in plan_trials("f", "cpu-async", _MANY, [1, 2], ["training.steps=3"])]
+    results = [failed(r.trial, "dead") if r.trial.arm == "eta-1" else r for r in results]
+    draw_learning_curves(list(_MANY), results, 0.5, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_over_time_starts_at_nought_and_leaves_out_points_without_a_place() -> None:
+    trial = plan_trials("f", "cpu-async", _MANY, [1])[0]
+    scores = [(0, 0.1), (1, 0.5), (2, float("nan")), (3, 0.9)]
+    curves = {"heldout/accuracy": scores, "time/elapsed_s": [(1, 2.5), (2, 4.0)]}
+    result = dataclasses.replace(made_up(trial), curves=curves)
+    assert _line(result, "heldout/accuracy", None) == {0: (0.0, 0.1), 1: (1.0, 0.5), 3: (3.0, 0.9)}
+    assert _line(result, "heldout/accuracy", "time/elapsed_s") == {0: (0.0, 0.1), 1: (2.5, 0.5)}
+
+
+def test_a_median_ends_with_the_shortest_run() -> None:
+    runs = [
+        {1: (1.0, 0.1), 2: (2.0, 0.5), 3: (3.0, 0.9)},
+        {1: (2.0, 0.3), 2: (6.0, 0.4)},
+        {2: (3.0, 0.0), 5: (9.0, 1.0)},
+    ]
+    assert median_line(runs) == [(1.5, 0.2), (3.0, 0.4)]

@@ -1,15 +1,17 @@
-"""A trial's result is what its run left in its folder; one that fails is a result too, and the next one runs."""
+"""A trial's result is what its run left in its folder; the comparison's own run in MLflow is opened once."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
@@ -18,7 +20,8 @@ from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import MetricRow, RunSummary
-from flows.comparison.design import Trial, plan_trials
+from flows.comparison.design import Comparison, Trial, plan_trials
+from flows.comparison.parent import Parent, open_parent
 from flows.comparison.trials import TrialResult, load_result, run_trial
 from tests.support.comparison import made_up
 
@@ -101,3 +104,57 @@ def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
     assert other.failure == "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
     assert other.summary is None
     assert found("storage.url=/elsewhere", "tracking=off").summary is not None
+
+
+def _comparison(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Comparison:
+    overrides = [f"state_dir={folder}", *overrides]
+    return Comparison(name="study", experiment="cpu-async", arms=_ARMS, seeds=seeds, overrides=overrides)
+
+
+def _open(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Parent | None:
+    comparison = _comparison(folder, overrides, seeds)
+    comparison.write()
+    return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
+
+
+def _remembered(folder: Path) -> Path:
+    return folder / "comparisons" / "study" / "tracking.json"
+
+
+@pytest.fixture(autouse=True)
+def _sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_parent_is_opened_once_and_found_again_with_what_was_added(tmp_path: Path) -> None:
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert parent.places([]) == {"MLflow": parent.uri}  # a database has no pages
+    parent.add({"comparison/async-1.wall_time.ratio": 0.5}, 4, [_remembered(tmp_path)])
+    parent.end("KILLED")
+    assert _open(tmp_path, seeds=[1, 2, 3]) == parent
+
+    client = MlflowClient(parent.uri)
+    run = client.get_run(parent.run_id)
+    assert (run.info.run_name, run.info.status) == ("study", "RUNNING")
+    tags = {"comparison": "study", "experiment": "cpu-async", "areal.flow_run_id": "f"}
+    assert run.data.tags.items() >= (tags | {"seeds": "1, 2, 3", "arms": "sync, async-1"}).items()
+    assert run.data.params["arms.async-1"] == "mode=async rollout.max_staleness=1"
+    assert [file.path for file in client.list_artifacts(parent.run_id, "report")] == ["report/tracking.json"]
+    kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
+    assert kept["seeds"] == "1, 2, 3"
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
+    _remembered(tmp_path).parent.mkdir(parents=True)
+    _remembered(tmp_path).write_text(json.dumps({"uri": "http://127.0.0.1:1", "run_id": "0" * 32}))
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert parent.run_id != "0" * 32
+    assert json.loads(_remembered(tmp_path).read_text())["run_id"] == parent.run_id
+
+
+def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
+    assert _open(tmp_path, ["tracking=off"]) is None
+    assert not _remembered(tmp_path).exists()

@@ -114,10 +114,10 @@ def test_checkpoint_replaces_a_lost_or_torn_ledger_and_its_log(run: RunDir, tmp_
         log = run.ledger.with_name(run.ledger.name + "-wal")
         left = log.read_bytes()
     assert left
-    data = cut(run.ledger.read_bytes())
+    data = run.ledger.read_bytes()
     run.ledger.unlink()
     if torn:
-        run.ledger.write_bytes(data)
+        run.ledger.write_bytes(data[: len(data) // 2])
     log.write_bytes(left)  # whoever removed, or renamed, the ledger came no further
     assert restore(run, store) == 1
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as restored:

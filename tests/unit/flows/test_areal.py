@@ -1,4 +1,4 @@
-"""The form of the flow's parameters as Prefect shows it, and what the parameters mean."""
+"""The form of the flow's parameters as Prefect shows it, what they mean, and what flow runs are called."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from prefect.utilities.callables import parameter_schema
 from areal_core.errors import ConfigError
 from flows.areal import areal
 from flows.compose import configure, experiments
+from flows.shared import run_title
 
 
 def test_form_offers_choices_and_bounds_and_explains_every_field() -> None:
@@ -35,3 +36,12 @@ def test_parameters_reach_their_fields_and_win_over_overrides() -> None:
     assert (config.stop.score, config.stop.minutes, config.model.layers) == (0.5, 2.0, 2)
     with pytest.raises(ConfigError, match=r"^training\.steps: must be at least 1, got 0$"):
         configure(steps=0)
+
+
+def test_flow_run_is_named_after_what_was_chosen() -> None:
+    chosen = {"experiment": "cpu-async", "mode": "sync", "seed": 0, "steps": None, "overrides": ["training.steps=2"]}
+    assert run_title(chosen) == "cpu-async: mode sync, seed 0, training.steps=2"
+    compared = {"experiment": "cpu-async", "arms": {"sync": ["mode=sync"], "async": []}, "seeds": [1, 2], "name": None}
+    assert run_title(compared) == "cpu-async: arms sync async, seeds 1 2"
+    evaluated = {"model": "/models/qwen", "benchmarks": ["gsm8k=test.jsonl", "needle"], "samples": 4}
+    assert run_title(evaluated) == "qwen: benchmarks gsm8k=test.jsonl needle, samples 4"

@@ -1,18 +1,21 @@
-"""The form of the flow's parameters as Prefect shows it, which failures are tried again, and what is said of them."""
+"""The flows `areal-compare` and `areal-reap`: which failures are tried again, and what is said at the end."""
 
+import contextlib
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import TaskRun
+from prefect.logging import disable_run_logger
 from prefect.states import Failed
 
-from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
-from flows import compare
+from areal_core.errors import ConfigError, DivergenceError, ProcessError, StorageError, TrackingError
+from flows import compare, reap
 from flows.compare import _worth_another_try, track
-from flows.comparison.design import DEFAULT_ARMS
-from flows.comparison.record import Comparison
+from flows.comparison.design import DEFAULT_ARMS, Comparison
+from flows.provision.reaper import Reaped
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,41 @@ def test_report_alone_needs_no_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
     else:
         with pytest.raises(TrackingError):
             track.fn(comparison, trials)
+
+
+ENDED = Reaped(run="first", ended="1 aws_instance", cost="$1.00")
+FAILED = Reaped(run="second", failed="no rights")
+
+
+@pytest.mark.parametrize(
+    ("reaped", "completed", "message", "told"),
+    [
+        (None, True, "nothing to reap: no cloud is known here", []),
+        ([], True, "nothing to reap", []),
+        ([ENDED], True, "first", ["that run first is over", "what was reaped"]),
+        ([FAILED], False, "run second: nothing ended; to be tried again: no rights", ["what was reaped"]),
+        (StorageError("storage.url: can't list s3://b"), False, "storage.url: can't list s3://b", []),
+    ],
+)
+def test_flow_ends_with_what_the_reaper_has_done(
+    monkeypatch: pytest.MonkeyPatch, reaped: Any, completed: bool, message: str, told: list[str]
+) -> None:
+    said: list[str] = []
+
+    def reaper_of(state: Path, store: str | None, log: Any, forget: Any) -> Any:
+        def do() -> list[Reaped]:
+            if isinstance(reaped, StorageError):
+                raise reaped
+            for one in reaped:
+                if not one.failed:
+                    forget(one.run)
+            return reaped
+
+        return None if reaped is None else SimpleNamespace(reap=do)
+
+    monkeypatch.setattr(reap, "reaper_of", reaper_of)
+    monkeypatch.setattr(reap, "told", lambda what, *_: said.append(what))
+    monkeypatch.setattr(reap, "get_client", lambda **_: contextlib.nullcontext())
+    with disable_run_logger():
+        state = reap.areal_reap.fn()
+    assert (state.is_completed(), state.message, said) == (completed, message, told)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from areal_core.errors import ProcessError, ProvisionError
+from areal_core.run.command import run_command
 from areal_core.storage.lease import LeaseLostError
 from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
@@ -426,7 +427,7 @@ def run_nodes(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(action: str, *options: str) -> int:
         monkeypatch.setattr(sys, "argv", ["nodes", action, str(file), *options])
-        return nodes_command.main()
+        return run_command(nodes_command.main)
 
     return run
 

@@ -23,14 +23,6 @@ from flows.provision.nodes import Nodes
 from flows.provision.terraform import KilledError, Terraform
 from tests.support import signals
 
-CHANGES = [
-    ("a.made", "create"),
-    ("a.moved", "move"),
-    ("a.read", "read"),
-    ("a.anew", "replace"),
-    ("a.ended", "delete"),
-    ("a.changed", "update"),
-]
 REQUEST: dict[str, Any] = {"run": "r", "foundation": {"bucket": "b", "region": "us-east-1"}}
 _TIMEOUT_S = 20.0
 
@@ -41,7 +33,7 @@ if command == 'apply':
   while True: time.sleep(0.05)
 """
 
-Says = Callable[..., Path]  # what the script is to do, in Python; returns where it notes how it was called
+Says = Callable[..., None]  # what the script is to do, in Python
 
 
 @pytest.fixture(autouse=True)
@@ -52,52 +44,23 @@ def python_s_own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
-    def install(body: str = "") -> Path:
-        calls, program = tmp_path / "calls", tmp_path / "terraform"
-        planned = [{"resource": {"addr": address}, "action": action} for address, action in CHANGES]
+    def install(body: str = "") -> None:
+        program = tmp_path / "terraform"
         program.write_text(
             f"#!{sys.executable}\nimport json, os, signal, sys, time\ncommand = sys.argv[1]\n"
-            f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))\n"
             f"def say(**said): print(json.dumps(said), flush=True)\n{body}\n"
-            f"for each in {planned!r} if command == 'plan' else (): say(type='planned_change', change=each)\n"
             "print('{}')\n"
         )
         program.chmod(0o755)
         monkeypatch.setenv(terraform.BINARY, str(program))
-        return calls
 
     return install
-
-
-def called(calls: Path) -> list[list[str]]:
-    return [json.loads(line) for line in calls.read_text().splitlines()]
 
 
 def made(tmp_path: Path, **options: Any) -> Terraform:
     root = Terraform("run", tmp_path / "work", backend={"bucket": "b", "key": "k"}, **options)
     root.init()
     return root
-
-
-def test_only_what_was_planned_is_applied(says: Says, tmp_path: Path) -> None:
-    calls = says()
-    root = made(tmp_path)
-    given = {"run": "r", "nodes": {"trainer": {"count": 1}}}
-    first, second = root.plan(given), root.plan(given, replace=["a.b"])
-    assert json.loads((tmp_path / "work" / "copy" / "run" / "given.auto.tfvars.json").read_text()) == given
-    assert [(change.address, change.action) for change in first.changes] == [
-        ("a.made", "create"),
-        ("a.anew", "replace"),
-        ("a.ended", "delete"),
-        ("a.changed", "update"),
-    ]
-    assert str(first) == "1 to create, 1 to delete, 1 to replace, 1 to update"
-    root.apply(first)
-    init, plan, again, apply = called(calls)
-    assert init[-2:] == ["-backend-config=bucket=b", "-backend-config=key=k"]
-    assert f"-out={first.path}" in plan
-    assert "-replace=a.b" in again
-    assert apply[-1] == str(first.path) != str(second.path)
 
 
 def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 from areal_core.config.schema import RunConfig
 from areal_core.storage.rundir import RunInfo
 from flows.comparison.design import Trial
-from flows.run_result import result_markdown, result_rows, tracking_page
+from flows.roles import result_markdown, result_rows, tracking_page
 from tests.support.comparison import made_up
 
 _INFO = RunInfo(

@@ -1,0 +1,212 @@
+"""The commands `make plan`, `advise`, `train`, `prune` and `compare`: what they take, print and refuse."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ConfigError, StorageError
+from areal_core.planning.footprint import check_footprint
+from areal_core.run.command import run_command
+from areal_core.run.prune import HeldRun, State
+from flows import advise, plan, prune_command, train, watch
+from flows.compare_command import parameters
+from flows.comparison.design import Comparison
+from flows.compose import compose, experiments
+from tests.support.splits import recorded_run
+
+FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]
+
+
+def test_every_experiment_for_gpus_is_planned_and_fits_an_h800() -> None:
+    assert set(plan.PLANNED) == {name for name in experiments() if name.startswith(("gpu-", "paper-"))}
+    for experiment, model in plan.PLANNED.items():
+        found = check_footprint(compose(experiment, FILES), plan.SPECS[model], 80e9)
+        assert found.completions >= 16, experiment  # a group of full length
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["paper-7b-math"], 0, "24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds "),
+        (["paper-7b-math-sync"], 0, "24 machines: 192 x 1 GPUs generate, then 192 train; "),
+        (["gpu-shared", "--model", "7b"], 2, "training.engine: rank beside a sleeping server needs "),
+        (["gpu-shared", "--model", "/nowhere"], 2, "/nowhere: no model folder"),
+        (["gpu-shared", "launch.accelerator=cpu"], 2, "launch.accelerator: must be cuda"),
+        (["paper-small", "training.stepz=1"], 2, "training.stepz: no such field"),
+    ],
+)
+def test_command_prints_a_plan_or_refuses(
+    arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(lambda: plan.main([*arguments, "launch.device_memory_gib=80"])) == status
+    told = capsys.readouterr()
+    assert said in (told.err if status else told.out)
+
+
+def test_every_split_is_shown_the_best_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / ".areal", 2, 6)
+    monkeypatch.chdir(tmp_path)
+    advise.main(["first"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "generation.servers=" in line]
+    assert len(rows) == 7
+    cells = [cell for cell in rows[0] if cell != "│"]
+    assert cells == ["4", "4", "1.60", "generation.servers=4", "training.ranks=4"]
+
+
+def test_another_run_starts_with_the_split_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After what else is set, so that it holds; and only if it is asked for."""
+    recorded_run(tmp_path / ".areal", 2, 6)
+    monkeypatch.chdir(tmp_path)
+    started: list[dict[str, Any]] = []
+
+    def run_command(_name: str, _deployment: str, parameters: Any) -> int:
+        started.append(parameters())
+        return 0
+
+    monkeypatch.setattr(watch, "run_command", run_command)
+    command = ["train", "--experiment", "emulated-1.5b", "launch.devices=8", "training.ranks=6"]
+    for arguments in (command, [*command, "--split", "first"]):
+        monkeypatch.setattr("sys.argv", arguments)
+        assert train.main() == 0
+    assert started[0]["overrides"] == ["launch.devices=8", "training.ranks=6"]
+    assert started[1]["overrides"] == [*started[0]["overrides"], "generation.servers=4", "training.ranks=4"]
+    assert started[0].keys() == started[1].keys()
+    assert capsys.readouterr().out == "Split of devices from run first: 4 servers, 4 ranks.\n"
+
+
+_TABLE = """\
+run last change state on this machine in the store leftovers
+old DATE finished 999 bytes 1.2 MB -
+.pruned-x-2 DATE half deleted 999 bytes 1.2 MB -
+left DATE stopped 999 bytes 1.2 MB 2.0 kB
+new DATE running 999 bytes 1.2 MB -
+
+To delete: leftovers of 2 runs (1.2 MB), which no resume needs. Runs: RUN=NAME, OLDER=DAYS."""
+
+
+def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> HeldRun:
+    changed = time.time() - days * 86400.0 - 60
+    sizes = {"local_bytes": 999, "stored_bytes": 1_234_567, "leftover_bytes": leftovers}
+    return HeldRun(run_id=run_id, folder=Path(run_id), storage=None, state=state, changed=changed, **sizes)
+
+
+@pytest.fixture
+def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    done: list[tuple[str, str]] = []
+    left, half = held("left", 31, "stopped", 2_000), held(".pruned-x-2", 35, "half deleted")
+    runs = [held("old", 40), half, left, held("new", 0, "running")]
+
+    def act(what: str) -> Any:
+        def action(run: HeldRun, *_: object) -> None:
+            if run.run_id == "left" and what == "delete":
+                raise StorageError("storage.url: can't delete it: no rights")
+            done.append((what, run.run_id))
+
+        return action
+
+    monkeypatch.setattr(prune_command, "held_runs", lambda config, log: runs)
+    monkeypatch.setattr(prune_command, "delete", act("delete"))
+    monkeypatch.setattr(prune_command, "free_leftovers", act("free"))
+    return done
+
+
+def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: prune_command.main([])) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", "\n".join(lines)) == _TABLE
+    assert did == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "status", "deleted", "line"),
+    [
+        ([], 0, [("delete", ".pruned-x-2"), ("free", "left")], ""),  # leftovers alone
+        (["--run", "old", "--run", "left", "--older", "35"], 0, [("delete", "old")], ""),  # both choices must hold
+        (["--older", "30"], 1, [("delete", "old"), ("delete", ".pruned-x-2")], "1 of 3 could not be deleted"),
+        (["--run", "new"], 2, [], "RUN: new is running; stop it first"),
+        (["--run", "none"], 2, [], "RUN: there is no run none; `make prune` lists all"),
+        (["--older", "30d"], 2, [], "argument --older: invalid float value: '30d'; see make prune --help"),
+        (["storage.uri=x"], 2, [], "storage.uri: no such field; did you mean storage.url?"),
+    ],
+)
+def test_what_was_chosen_is_deleted(
+    did: list[tuple[str, str]],
+    chosen: list[str],
+    status: int,
+    deleted: list[tuple[str, str]],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(lambda: prune_command.main([*chosen, "--yes"])) == status
+    assert did == deleted
+    told = capsys.readouterr()
+    assert told.err == (f"areal: error: {line}\n" if line else "")
+    assert ("left: not deleted, try again: storage.url: can't delete it: no rights" in told.out) == (status == 1)
+
+
+def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    for answer, status, deleted in (("y", 1, []), ("yes", 0, [("delete", "old")])):
+        monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
+        assert run_command(lambda: prune_command.main(["--run", "old"])) == status
+        assert did == deleted
+
+
+def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:
+    assert parameters(overrides=[], seeds=" 1, 2 7 ")["seeds"] == [1, 2, 7]
+    given = ["sync: mode=sync", "async-2:mode=async rollout.max_staleness=2 name='two words'", "as-it-is:"]
+    assert parameters(overrides=[], arm=given)["arms"] == {
+        "sync": ["mode=sync"],
+        "async-2": ["mode=async", "rollout.max_staleness=2", "name=two words"],
+        "as-it-is": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"arm": ["sync mode=sync"]}, r"arm: must be of the form 'name: field=value \.\.\.', got 'sync mode=sync'"),
+        ({"arm": ["a: mode=sync", "a : mode=async"]}, "arm: a is there twice"),
+        ({"arm": ["a: mode='sync", "b:"]}, 'arm: "a: mode=\'sync": No closing quotation'),
+        ({"arm": ["a: mode=sync", "b: rollout.max_stalenes=1"]}, r"arms\.b: rollout\.max_stalenes: no such field"),
+        ({"arm": ["a: mode=sync"]}, "arms: must be at least 2, got 1"),
+        ({"seeds": "1,x"}, "seeds: must be whole numbers, as in 1,2,3, got 'x'"),
+        ({"seeds": ""}, "seeds: must be whole numbers, as in 1,2,3, got ''"),
+        ({"seeds": "1 1"}, "seeds: must be distinct"),
+        ({"experiment": "cpu-asinc"}, "experiment: must be one of"),
+        ({"overrides": ["training.stepz=3"]}, r"training\.stepz: no such field"),
+        ({"name": "a/b"}, "comparison: a name must be letters"),
+        ({"name": "x" * 300}, "comparison: a name must have at most 60 characters, got 300: x"),
+    ],
+)
+def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}") as caught:
+        parameters(**{"overrides": [], **asked})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Comparison:
+    arms = {"sync": ["mode=sync"], "standard": ["algorithm=standard"]}
+    comparison = Comparison(
+        name="first", experiment="cpu-sync", arms=arms, seeds=[5], overrides=[f"state_dir={tmp_path}"]
+    )
+    comparison.write()
+    return comparison
+
+
+def test_known_comparison_is_continued_with_what_is_said(known: Comparison) -> None:
+    assert Comparison(**parameters(overrides=known.overrides, name="first")) == known
+    again = parameters(overrides=known.overrides, name="first", seeds="6", arm=["stale: mode=async"])
+    assert (again["seeds"], again["arms"], again["experiment"]) == ([6], {"stale": ["mode=async"]}, "cpu-sync")
+    with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as when comparison first was started"):
+        parameters(overrides=known.overrides, name="first", experiment="cpu-async")
