@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from areal_core.config.schema import TaskConfig, load
-from areal_core.environments.dataset_report import LeftOut
-from areal_core.environments.row_filters import SuccessRates
+from areal_core.environments.row_source import LeftOut, SuccessRates
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.run.evaluation import evaluate
 from tests.support.models import write_tiny

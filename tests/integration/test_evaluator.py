@@ -13,7 +13,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.evaluation.records import read_records
+from areal_core.evaluation.scores import read_records
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
