@@ -49,15 +49,11 @@ def completion(text, versions, finish_reason="stop"):
     )
 
 
-def body(*completions):
+def whole(*completions):
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return encode_generation(request, completions, logprobs=True)
-
-
-def whole(*completions):
-    return whole_completions(body(*completions), len(completions))
+    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
 
 
 def arrivals(*completions, request=0):
