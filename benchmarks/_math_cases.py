@@ -16,11 +16,10 @@ import tokenizers
 
 from areal_core.config.schema import load
 from areal_core.environments.mathematics import gold_answer
-from areal_core.environments.verifiers import mathematics
-from areal_core.evaluation.benchmark import Benchmark
+from areal_core.environments.registry import mathematics
 from areal_core.evaluation.judging import Judges
-from areal_core.evaluation.records import RecordFile
-from areal_core.evaluation.sampling import Collector
+from areal_core.evaluation.sampling import Benchmark, Collector
+from areal_core.evaluation.scores import RecordFile
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 from benchmarks._harness import tell

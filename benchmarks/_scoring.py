@@ -5,8 +5,7 @@ from __future__ import annotations
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_judge
 from areal_core.environments.source import open_source
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, Outcome, PolicyVersion

@@ -41,8 +41,7 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.core.tables import Place
 from areal_core.controller.pool import GenerationPool
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext
-from areal_core.environments.single_turn import SingleTurn
+from areal_core.environments.environment import EnvContext, SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.planning.time_model import SPECS

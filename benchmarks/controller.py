@@ -60,8 +60,8 @@ from areal_core.controller.service import collect_rarely
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests
-from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.remote import ANSWER_BYTES
 from areal_core.rewards.worker import advance
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox

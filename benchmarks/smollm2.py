@@ -30,7 +30,7 @@ from typing import Any
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
-from areal_core.evaluation.records import Record
+from areal_core.evaluation.scores import Record
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.evaluation import evaluate
 from areal_core.run.launcher import execute, run_folder

@@ -58,7 +58,7 @@ import psutil
 
 from areal_core.environments.mathematics import gold_answer
 from areal_core.environments.procedural import entry, procedural
-from areal_core.environments.verifiers import mathematics
+from areal_core.environments.registry import mathematics
 from areal_core.errors import ConfigError
 from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt

@@ -79,7 +79,7 @@ class ControllerClient:
 
     def reward_work(self, place: int, incarnation: str, answered: int, answer: bytes) -> bytes:
         """Wait for the next work of the worker in this place, which has answered so many in its `incarnation`; `answer`
-        is that of the last one. See areal_core.rewards.messages."""
+        is that of the last one. See areal_core.rewards.remote."""
         path = f"/rewards/{place}?incarnation={incarnation}&answered={answered}&timeout_s={WORK_S}"
         while (work := self._call("POST", path, answer)) is None:
             answer = b""  # it is there

@@ -10,8 +10,7 @@ from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
 from areal_core.models.adapters import merged
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import lease, weights
 from areal_core.storage.objects import Storage

@@ -18,8 +18,8 @@ from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import GenerationPool, Newest
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
-from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.remote import ANSWER_BYTES
 from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.held_out import SEED, is_held_out, reserved
+from areal_core.environments.datasets import SEED, is_held_out, reserved
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from areal_core.config.groups import ChatConfig
 from areal_core.errors import ConfigError, ModelError
-from areal_core.models.chat import ChatTemplate, Message
 from areal_core.models.spec import stop_token_ids
-from areal_core.models.tokenizer import Tokenizer
+from areal_core.models.tokenizer import ChatTemplate, Message, Tokenizer
 
 Asked = str | tuple[Message, ...]
 """What a task asks: a text, or messages of a chat that end on the user's."""

@@ -6,6 +6,8 @@ A single-turn environment samples n completions and judges them; others take fur
 side are resumed one by one, each as its completion ends. An environment runs in the workers of `areal_core.rewards`,
 and one that blocks its worker or takes it down costs little more than its own group. It is started again from its first
 completions when its worker is lost, so its side effects must bear repetition.
+
+Two environments are here: one completion a trajectory, and a second try after an incorrect first one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.verdicts import Judge, Verdict, Verifier
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, Prompt, Segment, Trajectory
+from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
 
 __all__ = ["EnvContext", "Environment", "Policy", "Verdict", "Verifier", "given", "sampled", "side_by_side"]
 
@@ -127,3 +129,49 @@ def sampled(completion: Completion, *, trained: bool = True) -> Segment:
         logprobs=completion.logprobs,
         versions=completion.versions,
     )
+
+
+class SingleTurn:
+    """One completion a trajectory. Of one that was cut off, and so is wrong, the trainer decides whether it is left out
+    of the loss too (algorithm.truncated)."""
+
+    def __init__(self, context: EnvContext) -> None:
+        self._setting = context
+
+    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
+        return await side_by_side(self._rollout(task, policy) for _ in range(n))
+
+    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
+        [completion] = await policy.sample(task.token_ids)
+        verdict = self._setting.judge(task, completion)
+        return self._setting.trajectory([given(task.token_ids), sampled(completion)], verdict, completion)
+
+
+class TwoTurn(SingleTurn):
+    """prompt | first try | message | second try
+
+    The first try stays in the trajectory, and in the loss: the reward is the trajectory's.
+    A trajectory that is right at the first try earns the full reward, at the second `environment.retry_score` of
+    it. A try that was cut off is wrong, and where no room is left for another the trajectory ends there."""
+
+    def __init__(self, context: EnvContext) -> None:
+        super().__init__(context)
+        self._message = context.environment.retry_message
+        context.dialogue.message(self._message, ())  # raises for what can't be spelt
+
+    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
+        [first] = await policy.sample(task.token_ids)
+        segments = [given(task.token_ids), sampled(first)]
+        verdict = self._setting.judge(task, first)
+        if verdict.outcome is Outcome.CORRECT or verdict.score is None:
+            return self._setting.trajectory(segments, verdict, first)
+        message = self._setting.dialogue.message(self._message, first.token_ids.tolist())
+        text = (*task.token_ids, *first.token_ids.tolist(), *message)
+        if policy.room(text) < 1:
+            return self._setting.trajectory(segments, verdict, first)
+        [second] = await policy.sample(text)
+        again = self._setting.judge(task, second)
+        if again.score is not None:
+            score = max(verdict.score, self._setting.environment.retry_score * again.score)
+            again = Verdict(again.outcome, score)
+        return self._setting.trajectory([*segments, given(message), sampled(second)], again, second)

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from areal_core.config.schema import RunConfig
+from areal_core.environments.datasets import SEED, is_held_out, reserved
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
-from areal_core.environments.held_out import SEED, is_held_out, reserved
 from areal_core.errors import ConfigError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt

@@ -1,4 +1,4 @@
-"""Environments and verifiers by the names that a configuration gives them: registered ones, and import paths."""
+"""Verifiers, and environments and verifiers by name: registered ones, and import paths."""
 
 from __future__ import annotations
 
@@ -10,15 +10,37 @@ from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext, Environment, Verifier
+from areal_core.environments.environment import EnvContext, Environment, SingleTurn, TwoTurn, Verdict, Verifier
+from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
-from areal_core.environments.single_turn import SingleTurn
-from areal_core.environments.two_turn import TwoTurn
 from areal_core.environments.verdicts import Judge
-from areal_core.environments.verifiers import VERIFIERS
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import Outcome, Prompt
+
+_LONGEST = 600  # characters of an answer; no gold answer of the benchmarks has half as many
+
+
+def exact_match(task: Prompt, completion: str) -> float:
+    """1 if the text after the last `#` is the gold answer, character by character, else 0."""
+    _, mark, conclusion = completion.rpartition("#")
+    return float(bool(mark) and conclusion == task.answer)
+
+
+def mathematics(task: Prompt, completion: str) -> Verdict:
+    """Whether the completion's conclusion equals the gold answer; see `areal_core.environments.mathematics`. An answer
+    that can't be read is a wrong one. Every comparison ends: its steps and its numbers are bounded."""
+    answer = conclusion(completion)
+    if answer is None:
+        return Verdict.of(Outcome.NO_ANSWER)
+    if not answer or len(answer) > _LONGEST or not balanced(read := normalised(answer)):
+        return Verdict.of(Outcome.UNPARSABLE)
+    return Verdict.of(Outcome.CORRECT if compared(task.answer, answer) else Outcome.INCORRECT, " ".join(read.split()))
+
+
+VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics}
+
 
 ENVIRONMENTS: dict[str, Callable[[EnvContext], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 

@@ -2,29 +2,277 @@
 
     file -> rows -> what they ask, their gold answers, their tokens -> prompts, and a report of all other rows
 
-`rows` reads, `row_schema` says what fields mean, `row_filters` what is not trained on, and `prompt_file` does all of
-this for one file.
+`rows` reads files and says what fields mean. A `PromptFile` makes the prompts of one file and counts all other
+rows by reason. Training rows are left out though nothing is wrong with them if they repeat others, overlap with
+held-out prompts, or have a success rate out of bounds.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from areal_core.config.schema import RunConfig
-from areal_core.environments.dataset_report import DatasetReport
+from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
-from areal_core.environments.prompt_file import PromptFile
 from areal_core.environments.registry import verifier_name
-from areal_core.environments.row_filters import SuccessRates
-from areal_core.environments.row_schema import Field, Schema, question
-from areal_core.environments.rows import read_rows
-from areal_core.errors import ConfigError
+from areal_core.environments.rows import Field, Fields, Row, Schema, question, read_rows
+from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
+
+
+class Reason(StrEnum):
+    """Why a row is no prompt, as it is said of many: "12 too long"."""
+
+    UNREADABLE = "unreadable"
+    NO_PROMPT = "without prompt"
+    NO_ANSWER = "without answer"
+    NO_RATE = "without success rate"
+    UNSPELLABLE = "unspellable"
+    TOO_LONG = "too long"
+    # of training files alone, and nothing that is wrong with a row:
+    TOO_SHORT = "too short"
+    DUPLICATE = "duplicate"
+    OVERLAPPING = "overlapping with held-out prompts"
+    TOO_HARD = "too hard"
+    TOO_EASY = "too easy"
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether such a row is a mistake in its file, which task.bad_rows=refuse refuses."""
+        return self not in _FILTERED
+
+
+_FILTERED = {Reason.TOO_SHORT, Reason.DUPLICATE, Reason.OVERLAPPING, Reason.TOO_HARD, Reason.TOO_EASY}
+
+
+class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
+    """A row is no prompt. The message says what is wrong with it, if anything is."""
+
+    def __init__(self, reason: Reason, said: str = "") -> None:
+        super().__init__(said)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class FileReport:
+    """The rows of one file."""
+
+    path: str
+    rows: int = 0  # empty lines are none
+    prompts: int = 0
+    left_out: dict[Reason, int] = field(default_factory=dict)  # rows - prompts in all
+    bad: list[str] = field(default_factory=list)  # bad rows as they come, the first few: place, and what is wrong
+
+    def leave_out(self, reason: Reason, count: int = 1) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
+
+    def __str__(self) -> str:
+        """One line: "train.jsonl: 7,473 rows: 7,401 prompts; left out: 72 duplicate"."""
+        parts = [f"{self.path}: {self.rows:,} rows: {self.prompts:,} prompts"]
+        if self.left_out:
+            parts.append("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items()))
+        parts += self.bad
+        if sum(count for reason, count in self.left_out.items() if reason.is_bad) > len(self.bad):
+            parts.append("...")
+        return "; ".join(parts)
+
+
+@dataclass(slots=True)
+class DatasetReport:
+    """The rows of a task's files."""
+
+    training: FileReport | None  # None: there is nothing to train on
+    held_out: FileReport
+
+
+_RUN = 13  # words
+_COMMON = 10  # texts that share a run of words, beyond which it is an idiom
+_PUNCTUATION = re.compile(r"[^\w\s]")
+
+
+def same(text: str) -> str:
+    """One spelling of texts that differ in case and blanks alone."""
+    return " ".join(text.casefold().split())
+
+
+def overlapping(texts: Sequence[str], reserved: Iterable[str]) -> list[bool]:
+    """Whether each of `texts` equals one of `reserved`, or shares a run of 13 words with one: lower case, without
+    punctuation, as Brown et al., 2020 (GPT-3, appendix C) looked for test data in what they trained on. As there, a run
+    that more than ten of `texts` have says nothing: it is an idiom, or the wording of whoever made the file."""
+    reserved = list(reserved)
+    equals, runs = set(map(same, reserved)), {run for text in reserved for run in _runs(text)}
+    shared = [runs.intersection(_runs(text)) for text in texts]
+    having = Counter(run for found in shared for run in found)
+    return [
+        same(text) in equals or any(having[run] <= _COMMON for run in found)
+        for text, found in zip(texts, shared, strict=True)
+    ]
+
+
+def _runs(text: str) -> Iterator[tuple[str, ...]]:
+    words = _PUNCTUATION.sub("", text.casefold()).split()
+    return zip(*(words[start:] for start in range(_RUN)), strict=False)
+
+
+class SuccessRates:
+    """How often the policy solves a prompt, by a field of its row or by a file of them. Raises ConfigError for a file
+    that can't be read."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        self._bounds = (task.min_success, task.max_success)
+        self._field = None if task.success_field is None else Field("task.success_field", task.success_field)
+        self._path = task.success_path
+        self._rates = {} if self._path is None else _read_rates(self._path)
+
+    def check(self, fields: Fields, names: Sequence[str]) -> None:
+        """Raises LeftOut for a row without rate, or with one that is out of bounds. `names` are those that the file may
+        have for its prompt: its id and its texts."""
+        if self._field is not None:
+            rate = _rate(self._field.of(fields))
+            missing = f"{self._field} must be a number from 0 to 1"
+        elif self._path is not None:
+            spelt = (*names, *map(same, names))
+            rate = next((self._rates[name] for name in spelt if name in self._rates), None)
+            missing = f"task.success_path: {self._path} has no rate of this prompt"
+        else:
+            return
+        if rate is None:
+            raise LeftOut(Reason.NO_RATE, missing)
+        if not self._bounds[0] <= rate <= self._bounds[1]:
+            raise LeftOut(Reason.TOO_HARD if rate < self._bounds[0] else Reason.TOO_EASY)
+
+
+def _read_rates(path: str) -> Mapping[str, float]:
+    rates: dict[str, float] = {}
+    for row in read_rows("task.success_path", path):
+        name = row.fields.get("prompt_id", row.fields.get("prompt"))
+        rate = _rate(row.fields.get("rate"))
+        if not isinstance(name, str) or rate is None:
+            wrong = row.wrong or "must hold prompt_id or prompt, text, and rate, a number from 0 to 1"
+            raise ConfigError(f"task.success_path: {path}, {row.place}: {wrong}")
+        rates[name] = rate
+    return {same(name): rate for name, rate in rates.items()} | rates  # the exact spelling counts first
+
+
+def _rate(content: object) -> float | None:
+    if isinstance(content, bool) or not isinstance(content, int | float) or not 0 <= content <= 1:
+        return None
+    return float(content)
+
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3  # bad rows, in the log and the dataset report
+
+
+class PromptFile:
+    """The file of the setting `name`, read whole. With `rates` it is one to train on, whose rows are filtered; all that
+    a held-out file has and the policy can be fed is a prompt. Raises ConfigError, naming the setting, for a file that
+    can't be read, and with task.bad_rows=refuse for the first bad row."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        schema: Schema,
+        task: TaskConfig,
+        dialogue: Dialogue,
+        *,
+        rates: SuccessRates | None = None,
+    ) -> None:
+        self._name, self._report = name, FileReport(path)
+        self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
+        self._seen: set[bytes] = set()  # hashes of texts and gold answers
+        self.prompts: list[Prompt] = []
+        self.questions: list[str] = []  # what their rows ask, without the words that a template puts around it
+        for row in read_rows(name, path):
+            self._report.rows += 1
+            try:
+                self._add(row)
+            except LeftOut as found:
+                self._leave_out(row, found)
+
+    def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
+        """Leave out what equals one of these texts, or shares a run of words with one."""
+        overlaps = overlapping(self.questions, reserved)
+        if any(overlaps):
+            self._report.leave_out(Reason.OVERLAPPING, sum(overlaps))
+        self.prompts = [prompt for prompt, overlaps in zip(self.prompts, overlaps, strict=True) if not overlaps]
+
+    def close(self) -> FileReport:
+        """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
+        report = self._report
+        report.prompts = len(self.prompts)
+        if not self.prompts:
+            raise ConfigError(f"{self._name}: there is no prompt in {report}")
+        logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
+        return report
+
+    def _leave_out(self, row: Row, found: LeftOut) -> None:
+        self._report.leave_out(found.reason)
+        if not found.reason.is_bad:
+            return
+        if self._task.bad_rows == "refuse":
+            raise ConfigError(f"{self._name}: {self._report.path}, {row.place}: {found}") from found
+        if len(self._report.bad) < _NAMED:
+            self._report.bad.append(f"{row.place}: {found}")
+
+    def _add(self, row: Row) -> None:
+        """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
+        if row.wrong is not None:
+            raise LeftOut(Reason.UNREADABLE, row.wrong)
+        with _otherwise(Reason.NO_PROMPT):
+            asked = self._schema.asked(row.fields)
+            worded = self._schema.worded(row.fields, asked)
+        text, question = as_text(worded), as_text(asked)
+        with _otherwise(Reason.UNSPELLABLE):
+            prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
+        with _otherwise(Reason.NO_ANSWER):
+            answer = self._schema.gold_answer(row.fields)
+            pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
+        if self._rates is not None:
+            if pair in self._seen:
+                raise LeftOut(Reason.DUPLICATE)
+            self._rates.check(row.fields, (prompt_id, text, question))
+        with _otherwise(Reason.UNSPELLABLE):
+            token_ids = self._dialogue.prompt(worded)
+        if len(token_ids) > self._task.max_prompt_tokens:
+            limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
+            raise LeftOut(Reason.TOO_LONG, f"a prompt of {len(token_ids)} tokens, more than {limit}")
+        if self._rates is not None and len(token_ids) < self._task.min_prompt_tokens:
+            raise LeftOut(Reason.TOO_SHORT)
+        self._seen.add(pair)
+        self.questions.append(question)
+        self.prompts.append(
+            Prompt(index=len(self.prompts), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
+        )
+
+
+def _encoded(text: str) -> bytes:
+    """Raises ConfigError for halves of characters, which JSON can name and nothing can send."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a text without spelling in UTF-8: {error}") from error
+
+
+@contextmanager
+def _otherwise(reason: Reason) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        raise LeftOut(reason, str(error)) from error
+
 
 _BENCHMARK_FIELDS = ("question", "problem", "prompt")  # what a benchmark asks, where the task's own fields hold nothing
 

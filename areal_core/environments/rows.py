@@ -1,19 +1,30 @@
-"""Rows of files, one after the other: JSON lines, a JSON list, Parquet, or a data set of the `datasets` library.
+"""Rows of files and what their fields mean: JSON lines, a JSON list, Parquet, or a data set of `datasets`.
 
 The only user of pyarrow and datasets, each imported when a file needs it. Nothing is fetched: of a data set of the
-Hugging Face Hub, what this machine has in its cache is read.
+Hugging Face Hub, what this machine has in its cache is read. A `Schema` says what a row asks, how that is worded for
+the policy, and what its gold answer is.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
+from areal_core.config.schema import TaskConfig
+from areal_core.environments.dialogue import Asked
+from areal_core.environments.mathematics import balanced, gold_answer, normalised
+from areal_core.environments.unit_tests import unit_tests
 from areal_core.errors import ConfigError
+from areal_core.models.tokenizer import Message
 
 _CACHED = "datasets:"  # what the name of a data set of the Hub begins with
 _BATCH = 1024  # rows of a Parquet file that are in memory at once
@@ -124,3 +135,147 @@ def _cached(named: str) -> Iterable[Any]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+Fields = Mapping[str, object]
+GoldReader = Callable[[object, Fields], str]
+"""The gold answer, as one verifier wants it, from the content of the answer field and the row around it. Raises
+ConfigError that says what the field must hold."""
+
+_ROLES = ("system", "user", "assistant")
+_MISSING = object()
+_TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field that a setting names, with dots where it lies in others: `reward_model.ground_truth`."""
+
+    setting: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.name}"
+
+    def of(self, fields: Fields) -> object:
+        """What the row has there, `_MISSING` for nothing."""
+        found: object = fields
+        for name in self.name.split("."):
+            found = found.get(name, _MISSING) if isinstance(found, Mapping) else _MISSING
+        return found
+
+
+def wording(setting: str, source: str) -> Callable[[Fields], str]:
+    """What words a row by a Jinja template over its fields. Raises ConfigError, naming the setting, for one that is no
+    template; what it returns does for a row that the template fails with."""
+    try:
+        template = _TEMPLATES.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{setting}: must be a Jinja template: {error}, in {source!r}") from error
+
+    def worded(fields: Fields) -> str:
+        try:
+            text = template.render(dict(fields))
+        except Exception as error:  # whatever a template may do
+            raise ConfigError(f"{setting} fails: {error}") from error
+        if not text.strip():
+            raise ConfigError(f"{setting} must give a text, got none")
+        return text
+
+    return worded
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The fields of one file's rows. What a row lacks is a ConfigError that names the setting and the field."""
+
+    prompt: Field
+    wording: Callable[[Fields], str] | None  # None: what a row asks is fed as it stands
+    answer: Field
+    gold: GoldReader
+
+    @classmethod
+    def of(cls, task: TaskConfig, verifier: str, *, held_out: bool) -> Schema:
+        """That of the training or the held-out file, for the verifier of this name. Settings that the held-out file has
+        not of its own are those of the training file."""
+
+        def setting(name: str) -> tuple[str, Any]:
+            own = getattr(task, f"held_out_{name}") if held_out else None
+            return (f"task.held_out_{name}", own) if own is not None else (f"task.{name}", getattr(task, name))
+
+        template, source = setting("prompt_template")
+        worded = None if source is None else wording(template, source)
+        prompt, answer = (Field(*setting(name)) for name in ("prompt_field", "answer_field"))
+        return cls(prompt, worded, answer, GOLD.get(verifier, _as_it_stands))
+
+    def asked(self, fields: Fields) -> Asked:
+        """What the row asks: text, or messages of a chat."""
+        content = self.prompt.of(fields)
+        asked = question(content)
+        if asked is None:
+            raise ConfigError(
+                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_described(content)}"
+            )
+        return asked
+
+    def worded(self, fields: Fields, asked: Asked) -> Asked:
+        """What the policy is asked."""
+        return asked if self.wording is None else self.wording(fields)
+
+    def gold_answer(self, fields: Fields) -> str:
+        """The gold answer as the verifier wants it."""
+        try:
+            return self.gold(self.answer.of(fields), fields)
+        except ConfigError as error:
+            raise ConfigError(f"{self.answer} {error}") from error
+
+
+def question(content: object) -> Asked | None:
+    """What the content of a field asks; None where it is neither text nor messages of a chat."""
+    return content if isinstance(content, str) and content.strip() else _messages(content)
+
+
+def _messages(content: object) -> tuple[Message, ...] | None:
+    """Messages of a chat, with nothing but role and content; None for anything else."""
+    if not isinstance(content, list) or not content:
+        return None
+    messages: list[Message] = []
+    for message in content:
+        role, text = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        if role not in _ROLES or not isinstance(text, str):
+            return None
+        messages.append({"role": role, "content": text})
+    return tuple(messages) if messages[-1]["role"] == "user" and messages[-1]["content"].strip() else None
+
+
+def _mathematics(content: object, _: Fields) -> str:
+    """The answer alone, or the one that a solution ends on."""
+    answer = gold_answer(_text(content))
+    if answer is None or not balanced(normalised(answer)):
+        raise ConfigError("must hold an answer, or end on one")
+    return answer
+
+
+def _as_it_stands(content: object, _: Fields) -> str:
+    """Text and numbers as they are, lists and objects as JSON."""
+    return json.dumps(content, default=str) if isinstance(content, list | dict) else _text(content)
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str) and content.strip():
+        return content
+    if isinstance(content, int | float | Decimal) and not isinstance(content, bool) and math.isfinite(content):
+        return str(content)
+    raise ConfigError(f"must be text or a number, got {_described(content)}")
+
+
+def _described(content: object) -> str:
+    if isinstance(content, str):
+        return "empty text"
+    if isinstance(content, bool | float) or content is None:
+        return json.dumps(content)
+    named = {list: "a list", dict: "an object", int: "a number"}
+    return "nothing" if content is _MISSING else named.get(type(content), type(content).__name__)
+
+
+GOLD: dict[str, GoldReader] = {"mathematics": _mathematics, "code": unit_tests}  # by the verifier's name

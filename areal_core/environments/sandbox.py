@@ -4,8 +4,8 @@
 
 A program sees /usr and Python's folder, read only, an empty folder of its own, its own processes and devices that hold
 nothing, and no network, environment variable or file beside these. It is a user of its own without capabilities, a
-filter refuses it the system calls of `areal_core.environments.seccomp`, and when its first process ends, all others are
-ended by the kernel. `areal_core.environments.confined` is what starts in there and sets the limits.
+filter refuses it the system calls that `areal_core.environments.confinement` lists, and when its first process ends,
+all others are ended by the kernel. `areal_core.environments.confined` is what starts in there and sets the limits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from typing import Any
 import psutil
 
 from areal_core.environments import bubblewrap, confined
-from areal_core.environments.bubblewrap import Command
-from areal_core.environments.cgroup import remove_abandoned
+from areal_core.environments.bubblewrap import Command, remove_abandoned
 from areal_core.errors import ConfigError, RewardError
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,9 @@ import orjson
 from areal_core.api.controller_client import ControllerClient
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ArealError, RunFinished, UserCodeError
-from areal_core.evaluation.benchmark import open_benchmark
 from areal_core.evaluation.judging import Judges
-from areal_core.evaluation.page import write_page
-from areal_core.evaluation.records import RecordFile
-from areal_core.evaluation.sampling import Collector
-from areal_core.evaluation.scores import problem_row, scored
+from areal_core.evaluation.sampling import Collector, open_benchmark
+from areal_core.evaluation.scores import RecordFile, problem_row, scored, write_page
 from areal_core.evaluation.servers import open_servers
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.failures import Failures
 from areal_core.environments.registry import open_judge
-from areal_core.environments.verdicts import Judge, Verdict
+from areal_core.environments.verdicts import Failures, Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import judged_apart

@@ -1,4 +1,4 @@
-"""Completions of a benchmark's problems from generation servers, judged and recorded.
+"""A benchmark, and completions of its problems from generation servers, judged and recorded.
 
     problems --> workers at every server --requests--> completions --> verifier --> records
 
@@ -9,16 +9,50 @@ are sampled with follows from its text alone, not from when, where or beside wha
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from areal_core.config.schema import RunConfig
+from areal_core.environments.datasets import prompts_digest
+from areal_core.environments.source import open_source
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.evaluation.benchmark import Benchmark
-from areal_core.evaluation.records import Record, RecordFile, Sample
+from areal_core.evaluation.scores import Record, RecordFile, Sample
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One benchmark for one model. `config` says how its problems are sampled."""
+
+    name: str
+    config: RunConfig
+    problems: list[Prompt]
+    about: dict[str, Any]  # what is evaluated, and how; other records are of another evaluation
+
+
+def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str) -> Benchmark:
+    """The held-out set of a task for a model whose weights have the hash `weights`, served by `engine`.
+
+    Raises what `open_source` raises."""
+    problems = open_source(config, tokenizer).held_out()
+    source = config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
+    described = {"name": name, "problems": len(problems), "sha256": prompts_digest(problems), "source": source}
+    about = {
+        "benchmark": described,
+        "model": {"digest": weights},
+        "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
+        "environment": {"verifier": config.environment.verifier},
+        "generation": {"engine": engine},
+        "evaluation": {"samples": config.evaluation.samples, "temperature": config.evaluation.temperature},
+        "seed": config.seed,
+    }
+    return Benchmark(name=name, config=config, problems=problems, about=about)
+
 
 JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[Sequence[Verdict]]]
 """The verdicts on completions of a prompt: their texts, and whether they ran into the length limit."""

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import ModelSpec, check_weights, read_json, weight_shapes, write_config
+from areal_core.models.spec import ModelSpec, check_weights, read_arrays, read_json, weight_shapes, write_config
 from areal_core.models.tokenizer import write_settings
 
 _INIT_STD = 0.02

@@ -2,7 +2,8 @@
 
 Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight"): of Qwen2, Qwen3 and
 Llama decoders they follow from the spec; of all others, which only transformers' modules and vLLM run, from the files.
-`areal_core.models.folders` reads the weights themselves.
+`read_arrays` reads the weights as numpy arrays, for engines that do without torch, whose import takes a second and a
+half and 200 MB of every process; `areal_core.models.folders` reads them as tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from areal_core.errors import ModelError
-from areal_core.models.tensorfile import equal_bytes, mapped_tensors
+from areal_core.models.tensorfile import as_float32, equal_bytes, mapped_tensors
+from areal_core.types import Float32Array
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 _HEAD = "lm_head.weight"
@@ -368,3 +371,29 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise _UnsupportedError(f"{group}.partial_rotary_factor must be 1, got {rope['partial_rotary_factor']!r}")
     return (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
+
+
+def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
+    """The weights of a model folder (one safetensors file or several with an index) or of one safetensors file.
+
+    Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
+    the model does not use (a tied lm_head.weight, say) are left out.
+    """
+    stored = stored_tensors(Path(source))
+    found = {name: as_float32(stored[name]) for name in weight_shapes(spec) if name in stored}
+    try:
+        check_weights(spec, found)
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    return found
+
+
+def rope_tables(spec: ModelSpec, length: int) -> tuple[Float32Array, Float32Array]:
+    """cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim / 2], in float32 as
+    transformers computes them."""
+    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+    # Rounded where torch rounds: at far positions the last bit of a frequency shows, and numpy's float32 power errs.
+    powers = np.float64(spec.rope_theta) ** exponents.astype(np.float64)
+    frequencies = np.float32(1.0) / powers.astype(np.float32)
+    angles = np.outer(np.arange(length, dtype=np.float32), frequencies)
+    return np.cos(angles), np.sin(angles)

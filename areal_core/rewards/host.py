@@ -25,7 +25,7 @@ from areal_core.environments.registry import open_environment
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.messages import Work, decode_work, encode_outcome
+from areal_core.rewards.remote import Work, decode_work, encode_outcome
 from areal_core.rewards.worker import WorkerProcess, advance
 from areal_core.storage.rundir import RunDir
 

@@ -24,8 +24,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
-from areal_core.rewards.messages import BEGIN_ANEW
-from areal_core.rewards.remote import RemoteWorker
+from areal_core.rewards.remote import BEGIN_ANEW, RemoteWorker
 from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.types import Prompt
 

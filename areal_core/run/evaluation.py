@@ -23,12 +23,19 @@ from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ConfigError
-from areal_core.evaluation.benchmark import Benchmark, open_benchmark
 from areal_core.evaluation.judging import Judges
-from areal_core.evaluation.page import write_page
-from areal_core.evaluation.records import Record, RecordFile, read_records
-from areal_core.evaluation.sampling import Collector
-from areal_core.evaluation.scores import Scores, agreement, compared, rates, scored
+from areal_core.evaluation.sampling import Benchmark, Collector, open_benchmark
+from areal_core.evaluation.scores import (
+    Record,
+    RecordFile,
+    Scores,
+    agreement,
+    compared,
+    rates,
+    read_records,
+    scored,
+    write_page,
+)
 from areal_core.evaluation.servers import OwnServers
 from areal_core.evaluation.statistics import Difference
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor

@@ -28,9 +28,8 @@ from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models import hub
 from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
-from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import read_weights, write_model
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
 from areal_core.storage.checkpoint import CheckpointInfo

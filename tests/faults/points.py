@@ -162,7 +162,7 @@ POINTS: list[Point] = [
     ),
     *_named(
         "evaluator",
-        _around("record", EVALUATOR, "areal_core.evaluation.records:RecordFile.add", 3, needs="scored"),
+        _around("record", EVALUATOR, "areal_core.evaluation.scores:RecordFile.add", 3, needs="scored"),
         _around("score", EVALUATOR, f"{_CLIENT}.evaluated", needs="scored"),
     ),
     *_named("evaluation", _around("swap", EVALUATION, _SWAP, needs="scored")),

@@ -16,10 +16,9 @@ import pytest
 
 from areal_core.config.schema import RunConfig, TaskConfig, load
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.environments.dataset_report import LeftOut
-from areal_core.environments.row_filters import SuccessRates
+from areal_core.environments.row_source import LeftOut, SuccessRates
 from areal_core.errors import ConfigError, ModelError, ProcessError
-from areal_core.evaluation.records import read_records
+from areal_core.evaluation.scores import read_records
 from areal_core.run.evaluation import evaluate
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir

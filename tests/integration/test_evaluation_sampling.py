@@ -9,14 +9,12 @@ import pytest
 from areal_core.config.schema import load
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import ServerLostError
-from areal_core.evaluation.benchmark import Benchmark
-from areal_core.evaluation.records import RecordFile
-from areal_core.evaluation.sampling import Collector
+from areal_core.evaluation.sampling import Benchmark, Collector
+from areal_core.evaluation.scores import RecordFile
 from areal_core.evaluation.servers import OwnEngine
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage.weights import base_version
 from areal_core.types import Outcome, PolicyVersion, Prompt
 from tests.support.live_servers import serving

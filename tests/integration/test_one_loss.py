@@ -14,9 +14,8 @@ import torch
 
 from areal_core.config.schema import AlgorithmConfig
 from areal_core.generation.engines.engine import read_version
-from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import write_model
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, read_arrays
 from areal_core.storage.weights import publish
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState

@@ -85,7 +85,7 @@ TURN_STEPS = 3
 def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,
-        environment={"name": "areal_core.environments.two_turn:TwoTurn"},
+        environment={"name": "areal_core.environments.environment:TwoTurn"},
         task={"max_operations": 2, "held_out": 16, "max_new_tokens": 40},
         warmup={"worked_steps": 200, "worked_batch": 8},
         rollout={"retain": "all"},

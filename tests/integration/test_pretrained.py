@@ -8,9 +8,8 @@ import torch
 
 from areal_core.config.groups import ChatConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.models.arrays import read_arrays
 from areal_core.models.gguf import convert
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import GenerationRequest
 from tests.support.generation import by_transformers

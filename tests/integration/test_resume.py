@@ -18,8 +18,7 @@ from areal_core.config.groups import LoraConfig
 from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint

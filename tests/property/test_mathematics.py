@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from areal_core.environments.verifiers import mathematics
+from areal_core.environments.registry import mathematics
 from areal_core.types import Outcome, Prompt
 
 GOLDS = (

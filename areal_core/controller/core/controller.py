@@ -34,8 +34,8 @@ from areal_core.controller.core.gate import StalenessGate
 from areal_core.controller.core.ledger import AdmittedGroup, Selection, TrajectoryLedger
 from areal_core.controller.core.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.controller.core.tables import Place
-from areal_core.environments.failures import Failures
 from areal_core.environments.source import PromptSource
+from areal_core.environments.verdicts import Failures
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
 from areal_core.types import (
     BatchManifest,

@@ -18,8 +18,7 @@ from areal_core.errors import ModelError
 from areal_core.generation.engines import kernels
 from areal_core.generation.engines.kernels import COLUMNS, Shape
 from areal_core.generation.engines.slots import Pass
-from areal_core.models.arrays import rope_tables
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, rope_tables
 from areal_core.models.vectors import LANES, round_up, zeros
 from areal_core.types import Float32Array, Int32Array
 

@@ -20,8 +20,7 @@ from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.scheduler import Group, SlotEngine
 from areal_core.generation.engines.slots import STOPPED, Batch, Decoder
 from areal_core.models.adapters import merged, read_adapter, read_lora
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, read_arrays
 from areal_core.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TypedDict
 from areal_core.config.plugins import find
 from areal_core.errors import ModelError
 from areal_core.generation.engines.engine import ServedEngine
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, read_arrays
 
 
 class Options(TypedDict):

@@ -94,7 +94,7 @@ def test_run_imports_modules_of_the_directory_and_pythonpath_of_its_command(up: 
     """One is in its working directory, one on its PYTHONPATH; the worker was started elsewhere."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "my_verifier.py").write_text("from my_lib import exact_match\n")
-    (tmp_path / "lib" / "my_lib.py").write_text("from areal_core.environments.verifiers import exact_match\n")
+    (tmp_path / "lib" / "my_lib.py").write_text("from areal_core.environments.registry import exact_match\n")
     verifier = "environment.verifier=my_verifier:exact_match"
     ran = subprocess.run(
         [sys.executable, "-m", "flows.train", "--steps", "1", verifier, *emulated(up.state)],

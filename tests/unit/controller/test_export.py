@@ -14,8 +14,7 @@ from areal_core.config.schema import load
 from areal_core.controller.export import best_of, export, model_card
 from areal_core.errors import StorageError
 from areal_core.models.adapters import merged
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo

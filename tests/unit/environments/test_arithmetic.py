@@ -5,7 +5,7 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.environments.arithmetic import ArithmeticSource, Chain, draw, held_out_chains, training_chain
-from areal_core.environments.held_out import is_held_out
+from areal_core.environments.datasets import is_held_out
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from areal_core.environments.mathematics import compared, conclusion, normalised, number
 from areal_core.environments.procedural import reading
 from areal_core.environments.programs import last_block
-from areal_core.environments.verifiers import exact_match
+from areal_core.environments.registry import exact_match
 from areal_core.types import Prompt
 
 LONGER = 8

@@ -1,12 +1,75 @@
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from areal_core.environments.algebra import equal
 from areal_core.environments.mathematics import balanced, compared, conclusion, gold_answer, normalised
+from areal_core.environments.registry import exact_match, mathematics
+from areal_core.types import Outcome, Prompt
 from tests.support.cases import equality_cases
+
+
+def task(gold: str) -> Prompt:
+    return Prompt(index=0, prompt_id="0", text="?", token_ids=(1,), answer=gold)
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [("1-1=0;0-7=3#3", 1.0), ("#4#3", 1.0), ("#3#4", 0.0), ("3", 0.0), ("#3#", 0.0)],
+)
+def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
+    assert exact_match(task("3"), completion) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "outcome"),
+    [
+        ("so there are 18 eggs.\n#### 18", "18", Outcome.CORRECT),
+        ("no idea", "18", Outcome.NO_ANSWER),
+        ("\\boxed{\\frac{1}{2}", "1/2", Outcome.UNPARSABLE),
+        ("\\boxed{" + "x" * 601 + "}", "1", Outcome.UNPARSABLE),
+        ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.CORRECT),
+        ("\\boxed{2}", "3\\sqrt{2}", Outcome.INCORRECT),
+    ],
+)
+def test_mathematics(completion, gold, outcome):
+    verdict = mathematics(task(gold), completion)
+    assert verdict.outcome is outcome
+    assert verdict.score == (1.0 if outcome is Outcome.CORRECT else 0.0)
+
+
+def test_formulas_are_compared_by_value() -> None:
+    cases = equality_cases("formulas.txt")
+    assert [case for case in cases if {equal(*case[:2]), equal(*case[1::-1])} != {case[2]}] == []
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "9^{9^{9^{9}}}", "1000000!", "3000000!!", "(((99^{99})^{99})^{99})^{99}", r"\binom{100000000}{50000000}",
+        "e^{e^{e^{9}}}", r"\sinh(10^{9})", "(" * 200 + "x" + ")" * 200, "x^{" * 99 + "x" + "}" * 99,
+        r"\sum_{n=1}^{10000000} \frac{1}{n}", "(99^{9999}/7)^{x}+" * 40 + "1", "9" * 5000, "-" * 599 + "x",
+    ],
+)  # fmt: skip
+def test_hostile_formulas_are_refused(hostile):
+    assert not equal(r"x+\sqrt{2}", hostile)
+    assert not equal(hostile, hostile + "+1")
+
+
+def test_threads_do_not_share_a_precision():
+    pairs = [(r"\sqrt{2}", rf"\sqrt{{2}}+10^{{-{digits}}}") for digits in (3, 600)] * 40
+    found = []
+    threads = [threading.Thread(target=lambda pair=pair: found.append(equal(*pair))) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [False] * len(pairs)
+
 
 CASES = Path(__file__).parents[3] / "benchmarks" / "math_cases.jsonl"
 

@@ -1,22 +1,27 @@
 """Tasks of reasoning-gym: prompts by seed and index, none of them held out, judged by their own rules."""
 
+import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_core.config.schema import RunConfig, TaskConfig
-from areal_core.environments.fork_server import ForkServer
-from areal_core.environments.held_out import is_held_out
+from areal_core.environments.datasets import is_held_out
+from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.procedural import ProceduralSource, entry, procedural, reading
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 from tests.support.chat import chat_folder
+from tests.support.hostile_answers import hostile_answers, made
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: it needs a C compiler")
 
@@ -119,22 +124,6 @@ def test_gold_answers_are_right_in_tags_and_as_last_lines(dataset, draw):
     assert "Integral" not in gold
 
 
-@pytest.mark.parametrize("dataset", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"])
-def test_the_answer_none_earns_nothing_without_a_gold_answer(dataset):
-    task, gold = task_of(dataset)
-    assert gold is None
-    assert procedural(task, "<answer>None</answer>").score in (0.0, 0.01)  # as their rules give to what they can't read
-
-
-@pytest.mark.parametrize(
-    ("dataset", "answer"),
-    [("prime_factorization", "zzqq"), ("coin_flip", "1e999"), ("game_of_life", "{}"), ("game_of_life", '{"a":1}')],
-)
-def test_junk_that_a_rule_raises_for_is_unparsable(dataset, answer):
-    verdict = procedural(task_of(dataset)[0], answer)
-    assert (verdict.outcome, verdict.score) == (Outcome.UNPARSABLE, 0.0)
-
-
 @pytest.mark.parametrize(
     "dataset", ["ab", "calendar_arithmetic", "circuit_logic", "cryptarithm", "maze", "prime_factorization", "tsumego"]
 )
@@ -151,26 +140,31 @@ def test_answers_earn_what_the_rule_of_their_data_set_gives(dataset):
         assert procedural(task, f"<answer>{answer}</answer>").score == own, answer
 
 
-@pytest.mark.parametrize("dataset", ["simple_integration", "intermediate_integration"])
-@pytest.mark.parametrize("restated", ["Integral({0}, {1})", "-(-Integral({0}))", "integrate({0}, {1}) + C"])
-def test_an_integral_that_restates_the_question_is_wrong(dataset, restated):
-    told = entry(dataset, "", 11, 0)["metadata"]
-    answer = restated.format(told["integrand"], told["variable"])
-    assert procedural(task_of(dataset)[0], f"<answer>{answer}</answer>").score == 0.0
+WITHOUT_ANSWER = ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
+RESTATED = ["Integral({integrand}, {variable})", "-(-Integral({integrand}))", "integrate({integrand}, {variable}) + C"]
 
 
 @pytest.mark.parametrize(
-    ("dataset", "form", "right"),
+    ("dataset", "answer", "scores"),
     [
-        ("countdown", "abs({})", True),
-        ("countdown", "1*({})", False),
-        ("puzzle24", "round({})", True),
-        ("simple_integration", "1*({}) + 3", True),
+        *((dataset, "None", (0.0, 0.01)) for dataset in WITHOUT_ANSWER),  # as their rules give to what they can't read
+        *((f"{kind}_integration", answer, (0.0,)) for kind in ("simple", "intermediate") for answer in RESTATED),
+        ("prime_factorization", "zzqq", Outcome.UNPARSABLE),  # a rule raises for this and the next three
+        ("coin_flip", "1e999", Outcome.UNPARSABLE),
+        ("game_of_life", "{{}}", Outcome.UNPARSABLE),
+        ("game_of_life", '{{"a":1}}', Outcome.UNPARSABLE),
+        ("countdown", "abs({gold})", (1.0,)),  # formulas are scored as without confinement
+        ("countdown", "1*({gold})", Outcome.INCORRECT),
+        ("puzzle24", "round({gold})", (1.0,)),
+        ("simple_integration", "1*({gold}) + 3", (1.0,)),
     ],
 )
-def test_formulas_are_scored_as_without_confinement(dataset, form, right):
+def test_answers_without_meaning_earn_nothing_and_formulas_what_they_are_worth(dataset, answer, scores):
     task, gold = task_of(dataset)
-    assert (procedural(task, f"<answer>{form.format(gold)}</answer>").outcome is Outcome.CORRECT) == right
+    told = entry(dataset, "", 11, 0)["metadata"] if "_integration" in dataset else {}
+    verdict = procedural(task, f"<answer>{answer.format(gold=gold, **told)}</answer>")
+    assert verdict.outcome is scores if isinstance(scores, Outcome) else verdict.score in scores
+    assert gold is None or dataset not in WITHOUT_ANSWER
 
 
 def test_entries_are_the_same_in_every_process():
@@ -209,3 +203,94 @@ def test_no_other_scorer_evaluates_answers():
         if re.search(r"\b(eval|exec|parse_expr|literal_eval|sympify|parse_latex|yaml\.load|pickle)\(", scoring):
             found.add(module.stem)
     assert found == {*EVALUATING, "number_sorting"}  # the last evaluates the gold answer alone
+
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: it needs a C compiler")
+
+CHEAP = (  # those that evaluated answers, and some that read them in other ways
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion", "acre", "fraction_simplification", "graph_color",
+    "game_of_life_halting", "leg_counting", "number_sorting", "rearc", "sudoku", "word_ladder",
+)  # fmt: skip
+NOT_MADE = {"composite"}  # it needs the names of others
+
+
+class Attacked:
+    """A server, and what attacks on it must not reach."""
+
+    def __init__(self, folder: Path, scorer: str) -> None:
+        secret, self.mark = folder / "secret", folder / "mark"
+        secret.write_text("secret")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.server = ForkServer(scorer, cpu_s=0.3)
+        self.answers = hostile_answers(self.mark, secret, self.listener.getsockname()[1])
+
+    def judged(self, task: Any, answer: str) -> Reply:
+        """By a new fork: no reply that is kept."""
+        self.server._known.cache_clear()
+        return self.server.ask(task, answer)
+
+    def contained(self, task: Any, answer: str) -> bool:
+        before = self.server.process
+        reply = self.judged(task, answer)
+        with pytest.raises(BlockingIOError):
+            self.listener.accept()
+        assert not self.mark.exists()
+        assert self.server.process is before
+        return reply.value is None or (isinstance(reply.value, float) and 0.0 <= reply.value < 1.0)
+
+    def close(self) -> None:
+        self.server.close()
+        self.listener.close()
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    scorer = "areal_core.environments.procedural_scores:Scores"
+    opened = Attacked(tmp_path_factory.mktemp("attacked"), scorer)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[str, dict[str, Any]]:
+    return made()
+
+
+def check(attacked: Attacked, dataset: str, entry: dict[str, Any]) -> tuple[int, bool]:
+    """How many attacks on a data set are contained, and whether its right answer has the same score after them."""
+    task = {"dataset": dataset, "options": "", "seed": 7, "draw": 0, "answer": entry["answer"]}
+    before = attacked.judged(task, str(entry["answer"]))
+    assert before.status == "done"
+    contained = sum(attacked.contained(task, answer) for answer in attacked.answers.values())
+    return contained, attacked.judged(task, str(entry["answer"])) == before
+
+
+def test_reasoning_gym_makes_every_data_set_but_one(entries: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, entry in entries.items() if "why" in entry} == NOT_MADE
+
+
+@pytest.mark.parametrize("dataset", CHEAP)
+def test_hostile_answers_are_contained(attacked: Attacked, entries: dict[str, dict[str, Any]], dataset: str) -> None:
+    assert check(attacked, dataset, entries[dataset]) == (len(attacked.answers), True)
+
+
+def test_hostile_answers_that_are_executed_change_no_later_verdict(tmp_path: Path) -> None:
+    attacked = Attacked(tmp_path, "tests.support.scorers:Evaluating")
+    tasks = itertools.count()
+    assert attacked.judged(next(tasks), "1") == Reply("done", 1)
+    for name, answer in attacked.answers.items():
+        attacked.contained(next(tasks), answer)
+        assert attacked.judged(next(tasks), "gold") == Reply("done", "4"), name
+        assert attacked.judged(next(tasks), "2 + 2") == Reply("done", 4), name
+    attacked.close()
+
+
+@pytest.mark.attacks
+@pytest.mark.cpu_seconds(60)
+def test_hostile_answers_to_every_data_set_are_contained(
+    attacked: Attacked, entries: dict[str, dict[str, Any]]
+) -> None:
+    found = {name: check(attacked, name, entry) for name, entry in entries.items() if "why" not in entry}
+    assert {name for name, kept in found.items() if kept != (len(attacked.answers), True)} == set()

@@ -1,10 +1,13 @@
+import asyncio
+
 import pytest
 
-from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
-from areal_core.environments.registry import open_environment, open_verifier, verifier_name
-from areal_core.environments.verifiers import exact_match, mathematics
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.environments.registry import exact_match, mathematics, open_environment, open_verifier, verifier_name
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
+from areal_core.types import Prompt, Trajectory
+from tests.support.policies import END, TOKENIZER, ScriptedPolicy, completion
 
 
 def opened(**settings):
@@ -16,7 +19,7 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
     assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
     assert open_verifier(EnvironmentConfig(), rows) is mathematics
     assert open_verifier(EnvironmentConfig(verifier="exact_match"), rows) is exact_match
-    path = "areal_core.environments.verifiers:mathematics"
+    path = "areal_core.environments.registry:mathematics"
     assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics
 
 
@@ -44,3 +47,55 @@ def test_a_task_of_ones_own_says_who_judges_it():
     with pytest.raises(ConfigError, match=r"^environment\.verifier: must be given, who judges my_task:Opposites\?$"):
         verifier_name(EnvironmentConfig(), own)
     assert verifier_name(EnvironmentConfig(verifier="exact_match"), own) == "exact_match"
+
+
+TASK = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
+
+
+def roll_out(policy: ScriptedPolicy, n: int, **settings: object) -> list[Trajectory]:
+    config = RunConfig(
+        environment=EnvironmentConfig(name="two_turn", **settings), algorithm=AlgorithmConfig(reward_incorrect=-1.0)
+    )
+    environment = open_environment(config, TOKENIZER)
+    return asyncio.run(environment.rollout_group(TASK, policy, n))
+
+
+def spelled(trajectory: Trajectory) -> list[tuple[str, bool]]:
+    """The segments as text, and whether each is trained on."""
+    assert all(len(set(segment.loss_mask.tolist())) == 1 for segment in trajectory.segments)
+    return [(TOKENIZER.decode(s.token_ids.tolist()), bool(s.loss_mask[0])) for s in trajectory.segments]
+
+
+def test_only_a_wrong_first_try_is_followed_by_a_second():
+    first = [completion("#2", version=3), completion("#7", version=3), completion("#8", version=3)]
+    policy = ScriptedPolicy({"1+1=": first, "1+1=#7=": [completion("#2", version=4)], "1+1=#8=": [completion("#9")]})
+    right, mended, wrong = roll_out(policy, 3)
+    assert sorted(policy.asked) == ["1+1="] * 3 + ["1+1=#7=", "1+1=#8="]
+    assert spelled(right) == [("1+1=", False), ("#2", True)]
+    assert spelled(mended) == [("1+1=", False), ("#7", True), ("=", False), ("#2", True)]
+    assert [s.versions.tolist() for s in mended.segments[1:]] == [[3, 3, 3], [-1], [4, 4, 4]]
+    assert mended.segments[1].token_ids[-1] == END
+    assert mended.segments[3].logprobs.tolist() == [0, -0.125, -0.25]
+    # From -1 for wrong to 1 for right, half of the way for a second try.
+    ended = [(one.reward, one.outcome) for one in (right, mended, wrong)]
+    assert ended == [(1.0, "correct"), (0.0, "correct"), (-1.0, "incorrect")]
+
+
+def test_the_policy_is_told_what_the_configuration_says():
+    policy = ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7;;": [completion("#2")]})
+    [trajectory] = roll_out(policy, 1, retry_message=";;", retry_score=0.75)
+    assert trajectory.reward == 0.5
+
+
+def test_the_first_try_stands_without_room_for_a_second():
+    """Prompt 4, first try 3, message 1 tokens: nothing could follow."""
+    policy = ScriptedPolicy({"1+1=": [completion("#7")]}, limit=8)
+    [trajectory] = roll_out(policy, 1)
+    assert spelled(trajectory) == [("1+1=", False), ("#7", True)]
+    assert (trajectory.outcome, trajectory.truncated) == ("incorrect", False)
+
+
+def test_a_second_try_that_is_cut_off_is_wrong():
+    cut = completion("#2", finish_reason="length")
+    [trajectory] = roll_out(ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7=": [cut]}), 1)
+    assert (trajectory.reward, trajectory.outcome, trajectory.truncated) == (-1.0, "incorrect", True)

@@ -2,14 +2,14 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.config.schema import RunConfig
-from areal_core.environments.dataset_report import Reason
-from areal_core.environments.row_source import RowSource
+from areal_core.environments.row_source import LeftOut, Reason, RowSource, SuccessRates, overlapping
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from tests.support.chat import chat_folder
@@ -52,15 +52,10 @@ def asked(source):
 
 
 def test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
-    source = opened(tokenizer)
-    first, second = ([source.prompt(6 * epoch + i) for i in range(6)] for epoch in range(2))
-    assert sorted(prompt.answer for prompt in first) == sorted(["11", "50", "4,500", "41", "-7", "2.5"])
-    assert {prompt.text for prompt in second} == {prompt.text for prompt in first}
-    assert [prompt.text for prompt in first] != [prompt.text for prompt in second]
-    assert [prompt.index for prompt in first + second] == list(range(12))
-    assert opened(tokenizer).prompt(1000) == source.prompt(1000)
-    orders = {tuple(opened(tokenizer, seed=seed).prompt(i).text for i in range(6)) for seed in range(5)}
-    assert len(orders) > 1
+    by_seed = [opened(tokenizer, seed=seed) for seed in (1, 2)]
+    epochs = [[source.prompt(6 * epoch + i).answer for i in range(6)] for source in by_seed for epoch in range(2)]
+    assert all(sorted(epoch) == sorted(["11", "50", "4,500", "41", "-7", "2.5"]) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 4
 
 
 def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
@@ -127,17 +122,17 @@ def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, row
 
 
 def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_path):
-    paths = files(tmp_path, *(row(f"q {rate}", rate=rate) for rate in (0, 0.5, 1)), row("q -"))
-    ids = {prompt.text: prompt.prompt_id for prompt in map(opened(tokenizer, *paths).prompt, range(4))}
+    paths = files(tmp_path, *(row(f"q {rate}", rate=rate) for rate in (0, 0.05, 0.95, 1)), row("q -"))
+    ids = {prompt.text: prompt.prompt_id for prompt in map(opened(tokenizer, *paths).prompt, range(5))}
     rates = write(
         tmp_path / "rates.jsonl",
         {"prompt_id": ids["q 0"], "rate": 0},
-        {"prompt_id": ids["q 0.5"], "rate": 0.5},
+        *({"prompt_id": ids[f"q {rate}"], "rate": rate} for rate in (0.05, 0.95)),
         {"prompt": "Q 1", "rate": 1},
     )
     for settings in ({"success_field": "rate"}, {"success_path": str(rates)}):
         source = opened(tokenizer, *paths, min_success=0.05, max_success=0.95, **settings)
-        assert asked(source) == ["q 0.5"]
+        assert asked(source) == ["q 0.05", "q 0.95"]
         assert source.report.training.left_out == {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
 
 
@@ -204,3 +199,62 @@ def test_messages_of_a_chat_are_fed_as_such_or_as_their_text(tmp_path):
         "<|im_start|>system\nEnd on the answer.<|im_end|>\n<|im_start|>user\nWhat is $17 \\cdot 3$?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+@pytest.mark.parametrize(
+    ("text", "overlaps"),
+    [
+        ("What is  X?", True),
+        ("What is x!", False),
+        (f"Well, {THIRTEEN.upper()}.", True),
+        (THIRTEEN.replace(" seven", ", (seven)"), True),
+        (THIRTEEN.removesuffix(" thirteen"), False),
+    ],
+)
+def test_equal_texts_and_runs_of_thirteen_words_overlap(text, overlaps):
+    assert overlapping([text, "something else"], ["what is x?", f"so {THIRTEEN}"]) == [overlaps, False]
+
+
+def test_a_run_that_more_than_ten_texts_have_says_nothing():
+    wording = "Work through this step by step and write down what it comes to at the very end:"
+    questions = [f"{wording} {number}?" for number in range(11)]
+    assert overlapping(questions, [f"{wording} 99?"]) == [False] * 11
+    assert overlapping(questions[:10], [f"{wording} 99?"]) == [True] * 10
+    assert overlapping(questions, [questions[3]]) == [number == 3 for number in range(11)]
+
+
+def reason(rates, row, *names):
+    try:
+        rates.check(row, names)
+    except LeftOut as found:
+        return found.reason, str(found)
+    return None
+
+
+@pytest.mark.parametrize("rate", [None, True, "0.5", -0.1, 1.1, 50, float("nan"), [0.5]])
+def test_a_rate_is_a_number_from_0_to_1(rate):
+    rates = SuccessRates(TaskConfig(success_field="rate"))
+    assert reason(rates, {"rate": rate}) == (Reason.NO_RATE, "task.success_field=rate must be a number from 0 to 1")
+
+
+def test_a_file_of_rates_names_prompts_by_id_or_by_text(tmp_path):
+    rows = [{"prompt_id": "a1", "rate": 0.5}, {"prompt": "What is\nX?", "rate": 0, "tries": 8}]
+    spellings = [{"prompt": "f(x)", "rate": 0}, {"prompt": "f(X)", "rate": 1}]
+    file = str(write(tmp_path / "rates.jsonl", *rows, *spellings))
+    rates = SuccessRates(TaskConfig(success_path=file, min_success=0.4, max_success=0.6))
+    assert reason(rates, {}, "a1", "anything") is None
+    assert reason(rates, {}, "a2", "what is x?") == (Reason.TOO_HARD, "")
+    said = f"task.success_path: {file} has no rate of this prompt"
+    assert reason(rates, {}, "a2", "What is y?") == (Reason.NO_RATE, said)
+    assert [reason(rates, {}, name)[0] for name in ("f(x)", "f(X)")] == [Reason.TOO_HARD, Reason.TOO_EASY]
+
+
+@pytest.mark.parametrize("line", ['{"rate": 0.5}', '{"prompt_id": 7, "rate": 0.5}', '{"prompt_id": "a", "rate": 5}'])
+def test_a_bad_file_of_rates_is_named(tmp_path, line):
+    file = str(write(tmp_path / "rates.jsonl", {"prompt_id": "a1", "rate": 0.5}, line + "\n"))
+    said = f"task.success_path: {file}, line 2: must hold prompt_id or prompt, text, and rate, a number from 0 to 1"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        SuccessRates(TaskConfig(success_path=file))

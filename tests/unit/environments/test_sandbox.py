@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.environments import bubblewrap, seccomp
-from areal_core.environments.cgroup import control_group, remove_abandoned
+from areal_core.environments import bubblewrap
+from areal_core.environments.bubblewrap import control_group, remove_abandoned
+from areal_core.environments.confinement import REFUSED
 from areal_core.environments.sandbox import Limits, Sandbox, Status
 from areal_core.errors import ConfigError
 from tests.support.sandboxes import needs_sandbox
@@ -190,9 +191,9 @@ def test_calls_that_a_program_is_refused_fail_and_others_do_not():
         "import ctypes, sys\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in map(int, sys.stdin.read().split()):\n"
     )
     program += "    libc.syscall(n, -1, -1, -1, -1, -1)\n    print(ctypes.get_errno())\n"
-    numbers = [*seccomp.REFUSED.values(), 435, 3]  # clone3 is absent, close is there
+    numbers = [*REFUSED.values(), 435, 3]  # clone3 is absent, close is there
     result = BOX.run(program, " ".join(map(str, numbers)).encode(), LIMITS)
-    assert list(map(int, result.stdout.split())) == [*[1] * len(seccomp.REFUSED), 38, 9]
+    assert list(map(int, result.stdout.split())) == [*[1] * len(REFUSED), 38, 9]
 
 
 def test_numbers_of_calls_are_those_of_this_machine():
@@ -200,4 +201,4 @@ def test_numbers_of_calls_are_those_of_this_machine():
     if not header.exists():
         pytest.skip("needs the kernel's headers")
     known = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
-    assert {name: int(known.get(name, number)) for name, number in seccomp.REFUSED.items()} == seccomp.REFUSED
+    assert {name: int(known.get(name, number)) for name, number in REFUSED.items()} == REFUSED

@@ -21,7 +21,6 @@ from areal_core.evaluation.statistics import (
     majority_at_k,
     pass_at_k,
     sign_flip_p_value,
-    t_quantile,
 )
 from benchmarks.interval_coverage import Benchmark, covered
 
@@ -95,13 +94,6 @@ def test_wilson_by_hand(right: int, wrong: int, low: float, high: float) -> None
     assert found.value == right / (right + wrong)
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
     assert found.low <= found.value <= found.high
-
-
-@pytest.mark.parametrize(
-    ("freedom", "tabled"), [(4, 2.7764), (10, 2.2281), (29, 2.0452), (99, 1.9842), (10**6, 1.95997)]
-)
-def test_t_quantile_is_that_of_the_tables(freedom: int, tabled: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(tabled, rel=4e-4)
 
 
 def test_an_interval_counts_prompts_not_completions() -> None:

@@ -21,8 +21,8 @@ from areal_core.models.adapters import (
     write_adapter,
     write_adapter_config,
 )
-from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import write_model
+from areal_core.models.spec import read_arrays
 from areal_core.models.tensorfile import write_tensors
 from areal_core.types import Lora
 from tests.support.lora import adapter, by_peft, form

@@ -10,10 +10,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_core.errors import ModelError
-from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import init_weights
 from areal_core.models.gguf import convert
-from areal_core.models.spec import ModelSpec, check_folder
+from areal_core.models.spec import ModelSpec, check_folder, read_arrays
 from areal_core.models.tokenizer import Tokenizer
 from tests.support.models import SPEC
 

@@ -11,8 +11,7 @@ from areal_core.api.wire import Arrival, encode_generation, join_completions
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext, Verdict, given, sampled, side_by_side
-from areal_core.environments.single_turn import SingleTurn
+from areal_core.environments.environment import EnvContext, SingleTurn, Verdict, given, sampled, side_by_side
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
 from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory

@@ -14,7 +14,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, RewardWo
 from areal_core.launch.process import SPENT
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.host import Host
-from areal_core.rewards.messages import Work, decode_outcome
+from areal_core.rewards.remote import Work, decode_outcome
 from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.storage.rundir import RunDir, RunInfo
 

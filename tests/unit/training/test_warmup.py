@@ -3,7 +3,7 @@ import torch
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import load
-from areal_core.environments.held_out import is_held_out
+from areal_core.environments.datasets import is_held_out
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.training import recipe
