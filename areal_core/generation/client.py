@@ -42,8 +42,7 @@ from areal_core.api.wire import (
     version_name,
 )
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation.completions import Completions, part_ids
-from areal_core.generation.connection import Connection
+from areal_core.generation.connection import Completions, Connection, part_ids
 from areal_core.generation.data_plane import DataPlane, Here, Take
 from areal_core.models.verified import verified
 from areal_core.tracking.timeline import Activity, TimelineWriter

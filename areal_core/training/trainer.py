@@ -1,7 +1,7 @@
 """The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
-    `-------- one step ahead: feed.py --------'                                     in background: publisher.py
+    `-------- one step ahead: background.py --'                                     in background: publisher.py
 
 Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
 follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
@@ -38,7 +38,7 @@ from areal_core.storage.objects import DamagedError, Storage
 from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.training.batching.feed import BatchFeed
+from areal_core.training.background import BatchFeed
 from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks

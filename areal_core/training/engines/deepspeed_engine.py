@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares
-from areal_core.training.engines.policy_module import PolicyModule
+from areal_core.training.model.forward import PolicyModule
 from areal_core.types import Float32Array
 
 if not torch.cuda.is_available():

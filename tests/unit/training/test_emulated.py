@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from areal_core.config.schema import EmulationConfig, GenerationConfig, LaunchConfig, RunConfig, TrainingConfig
-from areal_core.errors import ModelError
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
-from areal_core.training.engines.engine import EngineState
 from tests.support.emulation import CONFIG, MODEL, SCALE, Clock, pace
 from tests.support.training import batch
 
@@ -66,8 +64,3 @@ def test_weights_stay_and_the_state_goes_on() -> None:
     assert set(state.arrays) == {"weight/a", "weight/b"}  # as the controller restores a version from them
     second.load_state(state)
     assert second.state().scalars == {"updates": 2}
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"^weight/a: expected shape \[2, 3\] in the saved state$"):
-        engine(Clock()).load_state(EngineState(arrays={"weight/a": np.zeros(6)}, scalars={"updates": 1}))
