@@ -94,7 +94,9 @@ class Trainer:
         """Train until the last step or until the controller says that the run has ended."""
         reason = "steps"
         fetching, steps = ControllerClient(self.run_dir), self.config.training.steps
-        replayed = self._published_before()
+        # The highest version that was published before this process started: up to there its steps are a replay.
+        newest = self.controller.status().step if self.rank == 0 else 0
+        replayed = int(self.ranks.all_reduce_max(np.array([newest]))[0])
         feed = BatchFeed(fetching, lambda manifest: self._build(manifest, fetching), first=self.step + 1, last=steps)
         while self.step < steps:
             waiting_since = time.monotonic()
@@ -117,11 +119,6 @@ class Trainer:
                 feed.ahead()
         self._finish(reason)
         self.ranks.close()
-
-    def _published_before(self) -> int:
-        """The highest version that was published before this process started: up to there its steps are a replay."""
-        newest = self.controller.status().step if self.rank == 0 else 0
-        return int(self.ranks.all_reduce_max(np.array([newest]))[0])
 
     # -- a step ------------------------------------------------------------------------------------------------
 
