@@ -74,7 +74,7 @@ class GenerationRequest:
     token_ids: tuple[int, ...] | Int32Array  # [L]; an array where it continues a completion
     n: int  # G
     max_tokens: int
-    seed: int  # completion j samples from the stream (seed, j); see generation.engines.sampling
+    seed: int  # completion j samples from the stream (seed, j); see generation.engines.scheduler
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
     temperature: float = 1.0  # of the distribution that tokens are sampled from, unless greedy

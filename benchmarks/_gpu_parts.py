@@ -30,8 +30,7 @@ from areal_core.planning.time_model import SPECS, ModelCost
 from areal_core.training.batching.partition import Part
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.flops import step_flops
-from areal_core.training.hardware import data_sheet, peak_flops_per_s, peak_memory_bytes
+from areal_core.training.flops import data_sheet, peak_flops_per_s, peak_memory_bytes, step_flops
 from areal_core.types import Completion, Float32Array, GenerationRequest, GroupPayload
 from benchmarks import _harness
 

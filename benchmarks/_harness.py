@@ -149,7 +149,7 @@ def _processor() -> str:
 def _product_flops_per_s() -> float:
     import torch
 
-    from areal_core.training.hardware import peak_flops_per_s
+    from areal_core.training.flops import peak_flops_per_s
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

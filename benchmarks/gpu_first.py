@@ -27,7 +27,7 @@ recomputed in the backward pass (`checkpointed`). The first step of each is not 
 - `train_tokens_per_s`: all tokens of the batch, prompts included, over the median time of a step (forward, backward and
   optimiser); `proximal_tokens_per_s`: over that of the forward pass for pi_prox; `tokens_per_s`: over both.
 - `train_mfu`, `mfu`: model FLOPs of the step, and of step and proximal pass, over time and the data sheet's peak for
-  dense bfloat16 (areal_core/training/hardware.py); null for a device without a data sheet here.
+  dense bfloat16 (areal_core/training/flops.py); null for a device without a data sheet here.
 - `peak_memory_gib`: most memory that torch had allocated, engine included.
 
 `decode`: the embedded engine with the same two models.

@@ -18,8 +18,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import GenerationError, ProcessError, ServerLostError
 from areal_core.evaluation.sampling import Collector
 from areal_core.generation.client import GenerationClient
-from areal_core.generation.engines.engine import ServedEngine, read_version
-from areal_core.generation.engines.registry import make_engine
+from areal_core.generation.engines.engine import ServedEngine, make_engine, read_version
 from areal_core.launch import heartbeat
 from areal_core.models.spec import read_spec
 from areal_core.storage.rundir import RunDir, write_json

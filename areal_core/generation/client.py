@@ -42,9 +42,8 @@ from areal_core.api.wire import (
     version_name,
 )
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation.completions import Completions, part_ids
-from areal_core.generation.connection import Connection
-from areal_core.generation.data_plane import DataPlane, Here, Take
+from areal_core.generation.connection import Completions, Connection, part_ids
+from areal_core.generation.data_plane import DataPlane, Take, Work
 from areal_core.models.verified import verified
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
@@ -93,7 +92,7 @@ class GenerationClient:
         # Tokens, at most, of the rollout's requests: in flight, completed, and completed before the last `load`.
         self._requested = self._completed = self._reported = 0
         self._connection = Connection(url, token)
-        self._plane = plane or Here()
+        self._plane = plane
         self._completions = Completions(url, token)
 
     async def identify(self) -> None:
@@ -121,7 +120,7 @@ class GenerationClient:
         self._requested += most
         self._note()
         try:
-            await self._plane.run(
+            await self._run(
                 functools.partial(generate, request, self._model), take if is_rollout else self._counting(take)
             )
         finally:
@@ -129,6 +128,10 @@ class GenerationClient:
             self._requested -= most
             self._completed += most
             self._note()
+
+    async def _run(self, work: Work, take: Take) -> None:
+        """Do work on the loop where completions come in."""
+        await (work(take) if self._plane is None else self._plane.run(work, take))
 
     def _counting(self, take: Take) -> Take:
         def counted(indices: tuple[int, ...], received: Received) -> None:
@@ -167,7 +170,10 @@ class GenerationClient:
                 await self._switch(version, interruption)
             else:
                 await self._stage(await self._on_its_machine(version))
-                await self._swap(version, interruption)
+                await self._pause(interruption)
+                finish = {"weight_version": str(version.version)}
+                await self._control("POST", "/finish_weight_update", finish, timeout_s=None)
+                await self._resume_after_update()
 
     async def reload(self, version: PolicyVersion) -> None:
         """Have vLLM read the base model's folder, of one file or several; with adapters it is there. Raises
@@ -235,7 +241,7 @@ class GenerationClient:
         self._doing.end()
         await self._connection.close()
         if self._completions.requested:
-            await self._plane.run(lambda _: self._completions.close(), lambda *_: None)
+            await self._run(lambda _: self._completions.close(), lambda *_: None)
 
     @asynccontextmanager
     async def _in_time(self, otherwise: str) -> AsyncIterator[None]:
@@ -293,11 +299,6 @@ class GenerationClient:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
         if self.stager is None:
             await asyncio.get_running_loop().run_in_executor(_VERIFYING, _verify, version)
-
-    async def _swap(self, version: PolicyVersion, interruption: str) -> None:
-        await self._pause(interruption)
-        await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
-        await self._resume_after_update()
 
     async def _pause(self, interruption: str) -> None:
         """Pause generation."""

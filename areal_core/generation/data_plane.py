@@ -20,14 +20,6 @@ Take = Callable[[tuple[int, ...], Received], None]
 Work = Callable[[Take], Coroutine[Any, Any, None]]
 
 
-class Here:
-    """The loop that asks."""
-
-    async def run(self, work: Work, take: Take) -> None:
-        """Do the work here."""
-        await work(take)
-
-
 class DataPlane:
     """A loop in a thread, which begins with the first work. All that ask are of one loop."""
 

@@ -16,8 +16,7 @@ from areal_core.models.spec import ModelSpec
 from areal_core.storage import weights
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, TrainingEngine
-from areal_core.training.flops import step_flops
-from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
+from areal_core.training.flops import peak_flops_per_s, peak_memory_bytes, step_flops
 from areal_core.types import BatchManifest
 
 

@@ -1,7 +1,7 @@
 """The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
-    `-------- one step ahead: feed.py --------'                                     in background: publisher.py
+    `-------- one step ahead: background.py --'                                     in background: publisher.py
 
 Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
 follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
@@ -37,7 +37,7 @@ from areal_core.storage.objects import DamagedError, Storage
 from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.training.batching.feed import BatchFeed
+from areal_core.training.background import BatchFeed
 from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks
@@ -93,7 +93,9 @@ class Trainer:
         """Train until the last step or until the controller says that the run has ended."""
         reason = "steps"
         fetching, steps = ControllerClient(self.run_dir), self.config.training.steps
-        replayed = self._published_before()
+        # The highest version that was published before this process started: up to there its steps are a replay.
+        newest = self.controller.status().step if self.rank == 0 else 0
+        replayed = int(self.ranks.all_reduce_max(np.array([newest]))[0])
         feed = BatchFeed(fetching, lambda manifest: self._build(manifest, fetching), first=self.step + 1, last=steps)
         while self.step < steps:
             waiting_since = time.monotonic()
@@ -116,11 +118,6 @@ class Trainer:
                 feed.ahead()
         self._finish(reason)
         self.ranks.close()
-
-    def _published_before(self) -> int:
-        """The highest version that was published before this process started: up to there its steps are a replay."""
-        newest = self.controller.status().step if self.rank == 0 else 0
-        return int(self.ranks.all_reduce_max(np.array([newest]))[0])
 
     # -- a step ------------------------------------------------------------------------------------------------
 

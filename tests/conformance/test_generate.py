@@ -1,12 +1,14 @@
-"""Completions of a server without updates: their fields, their ends, and that they follow the model's distribution."""
+"""Completions of a server without updates: their fields, ends, distribution, and many clients at once."""
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
 
+from areal_core.api.wire import parse_generation
 from tests.support.generation import request
-from tests.support.live_servers import CONTEXT, EXACT, body, deviations, post, sample
+from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, body, deviations, post, sample, until
 
 DRAWS = 600
 
@@ -117,3 +119,33 @@ async def test_first_tokens_are_distributed_as_the_model_says(client, published)
     assert common.sum() >= 3
     statistic = float((np.square(observed - wanted) / wanted).sum())
     assert statistic < 2.5 * len(wanted) + 10
+
+
+async def test_completions_come_as_they_end(client, server):
+    """Long ones hold no short ones up."""
+    parts = []
+    asked = request("r", n=8, max_tokens=60)
+    with server.slowed():
+        await client.generate(asked, lambda indices, received: parts.append((indices, parse_generation(received.body))))
+    assert sorted(index for indices, _ in parts for index in indices) == list(range(8))
+    assert len(parts) > 1
+    lengths = [[len(completion.token_ids) for completion in completions] for _, completions in parts]
+    assert [len(indices) for indices, _ in parts] == list(map(len, lengths))
+    assert max(lengths[0]) < max(lengths[-1])
+
+
+async def test_requests_end_with_their_client(client):
+    running = asyncio.ensure_future(client.complete(request("running", n=SLOTS, max_tokens=LONG, stop_token_ids=())))
+    await until(client, lambda load: load.running == SLOTS)
+    vanishing = asyncio.ensure_future(client.complete(request("vanishing", n=3, max_tokens=LONG)))
+    await until(client, lambda load: load.waiting == 3)
+    vanishing.cancel()
+    await until(client, lambda load: load.waiting == 0)
+    assert not running.done()
+    waiting = asyncio.ensure_future(client.complete(request("waiting", n=2)))
+    await until(client, lambda load: load.waiting == 2)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert len(await waiting) == 2  # the slots are free
+    await until(client, lambda load: (load.running, load.waiting) == (0, 0))

@@ -1,10 +1,68 @@
-"""What servers refuse, and how."""
+"""What servers refuse, and how: requests, callers without the token, and updates that must fail."""
 
+from __future__ import annotations
+
+import asyncio
+import base64
 import json
+from unittest.mock import MagicMock
 
+import aiohttp
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.support.live_servers import CONTEXT, SLOTS, body, get, post, sample
+from areal_core.api.access import authorization
+from areal_core.errors import ServerLostError
+from areal_core.generation.server.routes import GenerationServer
+from areal_core.models.verified import weights_digest
+from areal_core.types import PolicyVersion
+from tests.conformance.conftest import TOKEN
+from tests.support.generation import request
+from tests.support.live_servers import CONTEXT, EXACT, SLOTS, Server, body, deviations, get, post, sample
+
+# What vLLM serves beyond the routes of its own description; /collective_rpc runs any method of its workers.
+HIDDEN = ("/collective_rpc", "/openapi.json", "/docs", "/metrics", "/server_info")
+CREDENTIALS = {
+    "none": {},
+    "another": authorization("a-token-of-another-run"),
+    "as a password": {"Authorization": f"Basic {base64.b64encode(f'areal:{TOKEN}'.encode()).decode()}"},
+}
+
+
+async def routes(server: Server) -> list[tuple[str, str]]:
+    """Every method and path that the server knows."""
+    if server.kind == "embedded":
+        app = GenerationServer(MagicMock(), asyncio.get_running_loop()).app()
+        return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+    async with (
+        aiohttp.ClientSession(server.url, headers=authorization(TOKEN)) as http,
+        http.get("/openapi.json") as told,
+    ):
+        paths = (await told.json())["paths"]
+    return [(method.upper(), path) for path, methods in paths.items() for method in methods]
+
+
+@pytest.mark.parametrize("credentials", CREDENTIALS.values(), ids=CREDENTIALS)
+async def test_no_route_takes_a_request_without_the_token(server: Server, credentials: dict[str, str]) -> None:
+    known = await routes(server)
+    assert ("POST", "/inference/v1/generate") in known
+    assert ("POST", "/finish_weight_update") in known
+    others = [(method, path) for path in HIDDEN for method in ("GET", "POST", "OPTIONS")]
+    async with aiohttp.ClientSession(server.url, headers=credentials) as http:
+        for method, path in (*known, *others):
+            async with http.request(method, path, data="{}") as response:
+                assert response.status == 401, (method, path)
+                if method != "HEAD":
+                    assert "the run's token" in (await response.json())["error"]["message"]
+
+
+async def test_a_web_socket_is_refused(server: Server) -> None:
+    async with aiohttp.ClientSession(server.url) as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await http.ws_connect("/v1/realtime")
+    assert refused.value.status in (401, 403)
+
 
 GENERATE = "/inference/v1/generate"
 
@@ -116,3 +174,57 @@ async def test_control_routes_refuse_by_field(http, case):
     assert_refused(content, 400, content["error"]["param"])
     assert content["error"]["param"].rpartition(".")[2] == param  # vLLM's says where it stands: body.new_version
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+KINDS = ["no file", "damaged", "hash", "no safetensors", "shape", "missing tensor", "not finite"]
+
+
+def spoil(folder, kind, published):
+    """A bad version 1, made from the good one."""
+    file = folder / "model.safetensors"
+    tensors = load_file(f"{published.versions[1].path}/model.safetensors")
+    if kind == "shape":
+        tensors[NAME] = torch.zeros(3, 3)
+    elif kind == "missing tensor":
+        del tensors[NAME]
+    elif kind == "not finite":
+        tensors[NAME][0, 0] = torch.nan
+    save_file(tensors, file)
+    whole = weights_digest(file)
+    if kind in ("damaged", "no safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
+    digest = {"damaged": whole, "hash": published.versions[2].digest}.get(kind, weights_digest(file))
+    if kind == "no file":
+        file.unlink()
+    return PolicyVersion(version=1, path=str(folder), digest=digest)
+
+
+@pytest.fixture
+async def mended(server, client, http, published):
+    """A server whose update failed is started again; here it is given a good update, which takes less time."""
+    yield
+    await client.abort_all()
+    if server.kind == "embedded":
+        assert (await post(http, "/start_weight_update"))[0] == 200
+    base = published.versions[0]
+    info = {"update_info": {"path": base.path, "digest": base.digest}}
+    assert (await post(http, "/update_weights", info))[0] == 200
+    assert (await post(http, "/finish_weight_update", {"weight_version": "0"}))[0] == 200
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("interruption", ["recompute", "keep"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_bad_update_loses_the_server_and_changes_nothing(client, http, published, tmp_path, kind, interruption):
+    with pytest.raises(ServerLostError, match=r"version 1|finish_weight_update"):
+        await client.load_version(spoil(tmp_path, kind, published), interruption)
+    if kind in ("no file", "damaged", "hash"):  # it interrupts nobody
+        assert await get(http, "/is_paused") == (200, {"is_paused": False})
+    assert await get(http, "/weight_info") == (200, {"weight_version": "0"})
+    await client.health()
+    await post(http, "/resume")
+    asked = request("after", max_tokens=16, stop_token_ids=())
+    [completion] = await client.complete(asked)
+    assert set(completion.versions.tolist()) == {0}
+    assert deviations(published.reference, asked, completion).max() < EXACT

@@ -20,8 +20,8 @@ from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.training.batching.packing import Block
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.model import attention
-from areal_core.training.model.attention import attention_by_block, causal_attention
+from areal_core.training.model import operations
+from areal_core.training.model.operations import attention_by_block, causal_attention
 from tests.support.training import SPEC, engine, train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for sums in a fixed order
@@ -118,7 +118,7 @@ def test_sequences_of_any_length_at_once(kv_heads: int, width: int):
         for heads in (4, kv_heads, kv_heads)
     ]
     half = [tensor.detach().bfloat16().requires_grad_() for tensor in single]
-    assert attention.has_kernel(half[0])
+    assert operations.has_kernel(half[0])
     expected, got = attention_by_block(*single, blocks), causal_attention(*half, blocks)
     torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)
     upstream = torch.randn(expected.shape, generator=generator).to(DEVICE)

@@ -32,10 +32,10 @@ AGENT = f"""
 import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from areal_core.training.distributed import rounds
-rounds.register("token", int(sys.argv[5]))
+from areal_core.training.distributed import node
+node.register("token", int(sys.argv[5]))
 settings = LaunchConfig(
-    min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
+    min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=node.BACKEND, rdzv_endpoint=sys.argv[1],
     rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
                   "keep_alive_interval": 1, "keep_alive_max_attempt": int(sys.argv[4])}},
     max_restarts=int(sys.argv[2]), local_addr="127.0.0.1",

@@ -19,8 +19,7 @@ import numpy as np
 
 from areal_core.config.schema import EmulationConfig
 from areal_core.generation.engines.engine import Generation
-from areal_core.generation.engines.sampling import uniforms
-from areal_core.generation.engines.scheduler import Group, SlotEngine
+from areal_core.generation.engines.scheduler import Group, SlotEngine, uniforms
 from areal_core.models.spec import ModelSpec, check_shapes, stored_tensors, weight_shapes
 from areal_core.planning.time_model import Pace, TimeModel, completion_length
 from areal_core.types import Int32Array

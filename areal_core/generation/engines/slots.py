@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.generation.engines.sampling import uniforms
-from areal_core.generation.engines.scheduler import Slots
+from areal_core.generation.engines.scheduler import Slots, uniforms
 from areal_core.models.vectors import compiled
 from areal_core.types import Float32Array, Int32Array
 

@@ -42,8 +42,7 @@ from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.emulated import EmulatedEngine
-from areal_core.generation.engines.engine import Generation, ServedEngine, read_version
-from areal_core.generation.engines.registry import Options, make_engine
+from areal_core.generation.engines.engine import Generation, Options, ServedEngine, make_engine, read_version
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.launch import heartbeat, logs, process

@@ -4,12 +4,26 @@
 again, in step with the agents of the other machines, when one of them fails on any machine: `launch.restarts` times,
 where a rank that ended because it waited for another machine's counts too. It ends with 0 when its ranks have, with
 SPENT when they have failed too often.
+
+An agent that leaves does not close the rendezvous for the others, and each has the ranks of its own number.
+
+torchrun closes a rendezvous for good when an agent ends for any reason but a signal, also one that has lost the store
+for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
+rendezvous ends with the run.
+
+torchrun gives ranks out by the order of the machines' addresses. Here machine n has the nth share of them: rank 0 is
+where the run's own folder is.
+
+Its state is a pickle in a store that takes everybody's writes. So it is signed with the run's token, and none but what
+an agent of this run has written is read.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+import hmac
 import logging
 import os
 import signal
@@ -20,18 +34,28 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
 from areal_core.launch import logs, process
 from areal_core.storage.rundir import RunDir
-from areal_core.training.distributed import rounds
 from areal_core.training.distributed.ranks import ADDRESS, RENDEZVOUS
 
 logger = logging.getLogger(__name__)
 
+BACKEND = "areal"  # its name among torchrun's
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 _KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
 _KEEP_ALIVE_MISSED = 6  # heartbeats, and its machine is out of the round; clocks may differ by a few seconds
 _POLL_S = 0.2
@@ -51,7 +75,7 @@ def main() -> None:
     try:
         where = await_rendezvous(run, config.launch.start_timeout_s)
         os.environ |= {RENDEZVOUS: where, ADDRESS: arguments.address}
-        rounds.register(run.token(), arguments.node)
+        register(run.token(), arguments.node)
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:
@@ -86,7 +110,7 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
         max_nodes=config.training.hosts,
         nproc_per_node=config.ranks_per_host,
         run_id=run.root.name,
-        rdzv_backend=rounds.BACKEND,
+        rdzv_backend=BACKEND,
         rdzv_endpoint=where,
         rdzv_configs={
             "is_host": False,
@@ -109,6 +133,80 @@ def _described(error: ChildFailedError) -> str:
         for rank, code in sorted((rank, failure.exitcode) for rank, failure in error.failures.items())
     )
     return "; ".join(ends)
+
+
+class OpenRendezvous:
+    """Another handler of torchrun's, which can no longer close the rendezvous, and whose agent is machine `node` of
+    every round."""
+
+    def __init__(self, handler: RendezvousHandler, node: int) -> None:
+        self._handler = handler
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises RendezvousStateError where another machine has this one's number."""
+        found = self._handler.next_rendezvous()
+        if found.store.add(f"machine/{self._node}", 1) > 1:  # its store is of this round alone
+            raise RendezvousStateError(f"--node: two machines say that they are number {self._node}")
+        assert found.bootstrap_store_info is not None
+        return RendezvousInfo(found.store, self._node, found.world_size, found.bootstrap_store_info)
+
+    def set_closed(self) -> None:
+        """Does nothing: the others go on."""
+
+    def shutdown(self) -> bool:
+        """Does nothing: the heartbeats end with this process, which tells the others that it has left."""
+        return True
+
+
+class SignedBackend(RendezvousBackend):
+    """Another backend, whose state carries a signature before it is read. Raises RendezvousStateError for one that
+    nobody with the `key` has written."""
+
+    def __init__(self, backend: RendezvousBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key.encode()
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._backend.get_state()
+        return None if found is None else (self._checked(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        found = self._backend.set_state(self._signature(state) + state, token)
+        return None if found is None else (self._checked(found[0]), *found[1:])
+
+    def _checked(self, signed: bytes) -> bytes:
+        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError("the state of the rendezvous was not written by an agent of this run")
+        return state
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, hashlib.sha256)
+
+
+def register(key: str, node: int) -> None:
+    """Make BACKEND known to torchrun, in this process; `key` is the run's token, `node` the number of this machine
+    among those that train."""
+
+    def opened(parameters: RendezvousParameters) -> Any:
+        backend, store = create_backend(parameters)
+        return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters), node)
+
+    # Where agents share their store with the ranks, one that stays gives the next round its port of the last one, at
+    # which a new agent waits in vain.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    rendezvous_handler_registry.register(BACKEND, opened)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares
-from areal_core.training.engines.policy_module import PolicyModule
+from areal_core.training.model.forward import PolicyModule
 from areal_core.types import Float32Array
 
 if not torch.cuda.is_available():
@@ -154,8 +154,14 @@ class DeepSpeedEngine(PolicyEngine):
     def _put(self, parameter: Any, kind: str, values: Tensor) -> None:
         """Overwrite this rank's part of a weight, in all its precisions, or of a moment."""
         values = values.to(self.device)
-        if self._stage == 3:
-            self._put_partition(parameter, kind, values)
+        if self._stage == 3:  # the last parts are padded with zeros
+            part = self._own(parameter, values)
+            part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
+            if kind == WEIGHT:
+                parameter.ds_tensor.data.copy_(part)
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, kind)
         elif kind == WEIGHT:
             parameter.data.copy_(values)
             safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
@@ -180,16 +186,6 @@ class DeepSpeedEngine(PolicyEngine):
         start, stop = self._part(parameter)
         flat = values.flatten()
         return flat if len(flat) == stop - start else flat[start:stop]
-
-    def _put_partition(self, parameter: Any, kind: str, values: Tensor) -> None:
-        """At stage 3 the last parts are padded with zeros."""
-        part = self._own(parameter, values)
-        part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
-        if kind == WEIGHT:
-            parameter.ds_tensor.data.copy_(part)
-            safe_set_local_fp32_param(parameter, part)
-        else:
-            safe_set_local_optimizer_state(parameter, part, kind)
 
     # -- what DeepSpeed has on this rank -----------------------------------------------------------------------
 

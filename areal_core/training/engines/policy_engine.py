@@ -29,7 +29,7 @@ from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.model.forward import completion_logprobs
-from areal_core.training.model.pointwise import compiled_for
+from areal_core.training.model.operations import compiled_for
 from areal_core.types import Float32Array
 
 if TYPE_CHECKING:

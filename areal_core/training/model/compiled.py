@@ -1,5 +1,5 @@
-"""Operations on float32 tensors on a CPU, by the compiled kernels: the only module that imports them. `pointwise` and
-`attention` use it where they can (`pointwise.compiled_for`) and torch's operations elsewhere.
+"""Operations on float32 tensors on a CPU, by the compiled kernels: the only module that imports them. `operations`
+uses it where it can (`operations.compiled_for`) and torch's operations elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _flat(*tensors: Tensor) -> list[Float32Array]:
 
 
 class RmsNorm(torch.autograd.Function):
-    """`pointwise.rms_norm`."""
+    """`operations.rms_norm`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,7 +41,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SwiGlu(torch.autograd.Function):
-    """`pointwise.swiglu`."""
+    """`operations.swiglu`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """`attention.causal_attention`. The backward pass recomputes the attention weights."""
+    """`operations.causal_attention`. The backward pass recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:

@@ -4,26 +4,29 @@ Linear layers see all tokens of a micro-batch as one matrix; attention stays wit
 the precision of the weights but for log-probabilities and entropies, which are float32 at least. Axes: T packed input
 tokens, A completion tokens (the targets), H heads, D width of a head.
 
-`completion_logprobs` runs a whole model; its parts are for an engine that has the weights of one layer at a time.
+`completion_logprobs` runs a whole model. `PolicyModule` is the same as a torch module, for engines that partition its
+parameters: one module for each part of the pass, with the parameters of that part as its own, so that they can be
+gathered before it runs and released after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_core.models.folders import ModelSpec, rope_tables
+from areal_core.models.folders import ModelSpec, check_weights, rope_tables
 from areal_core.training.batching.packing import Blocks, Packed
-from areal_core.training.model.attention import causal_attention
-from areal_core.training.model.pointwise import rms_norm, rotate, swiglu
+from areal_core.training.model.operations import causal_attention, rms_norm, rotate, swiglu
 
 _LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: they fit into a core's cache
 _LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 def completion_logprobs(
@@ -180,3 +183,67 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _slices(hidden: Tensor, head: Tensor) -> list[slice]:
     size = max(1, (_LOGITS_AT_ONCE_GPU if head.is_cuda else _LOGITS_AT_ONCE) // head.shape[0])
     return [slice(start, start + size) for start in range(0, max(1, hidden.shape[0]), size)]
+
+
+class PolicyModule(nn.Module):
+    """`completion_logprobs` over parameters of its own.
+
+    Passes are in `dtype`, whatever the parameters' is. With `checkpoint_activations` a layer's input is all that is
+    kept of it for the backward pass.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+        checkpoint_activations: bool = False,
+        lora_scale: float = 1.0,
+    ) -> None:
+        """`parameters`: the model's by their names in transformers, and those of an adapter, if there is one."""
+        super().__init__()
+        check_weights(spec, {name: parameters[name] for name in parameters if ".lora_" not in name})
+        self.spec, self.dtype = spec, dtype
+        self.checkpoint_activations = checkpoint_activations
+        self.named_weights = dict(parameters)
+        table = parameters[_EMBEDDING]
+        head = table if spec.tie_embeddings else parameters[_HEAD]
+
+        def logprobs(tensors: Mapping[str, Tensor], x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+            hidden = rms_norm(x, tensors["norm"], spec.rms_eps)
+            return target_logprobs(tensors["head"], hidden, packed, temperature=temperature)
+
+        self.embedding = _Part(lambda tensors, packed: embed(tensors["table"], packed), {"table": table}, dtype)
+        layer = partial(decoder_layer, spec, lora_scale=lora_scale)
+        self.layers = nn.ModuleList(
+            _Part(layer, layer_weights(parameters, number), dtype) for number in range(spec.layers)
+        )
+        self.head = _Part(logprobs, {"norm": parameters[_NORM], "head": head}, dtype)
+
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the completion tokens, each [A], nats."""
+        x = self.embedding(packed)
+        cos, sin = rotations(self.spec, packed, x)
+        checkpoints = self.checkpoint_activations and torch.is_grad_enabled()
+        for layer in self.layers:
+            inputs = (x, cos, sin, packed.blocks)
+            x = recomputed(layer, *inputs) if checkpoints else layer(*inputs)
+        return self.head(x, packed)
+
+
+class _Part(nn.Module):
+    """A function of some parameters, by their names in it, and of its inputs."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.function, self.dtype = function, dtype
+        self._attributes = {name: name.replace(".", "_") for name in parameters}  # torch takes no dots
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, nn.Parameter)
+            self.register_parameter(self._attributes[name], parameter)
+
+    def forward(self, *inputs: Any) -> Any:
+        tensors = {name: getattr(self, attribute).to(self.dtype) for name, attribute in self._attributes.items()}
+        return self.function(tensors, *inputs)

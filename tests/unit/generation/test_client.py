@@ -223,10 +223,10 @@ async def test_a_server_with_other_routes_is_refused_in_one_line(connect, releas
 
 
 class FakeStager:
-    """Brings every version to /here/N; with `status` it refuses, and while `holds` is set it says nothing."""
+    """Brings every version to /here/N; with another `status` it refuses."""
 
     def __init__(self, server):
-        self.status, self.holds, self.body = 200, False, None
+        self.status, self.body = 200, None
         self.asked = []
         self._server = server
 
@@ -245,8 +245,6 @@ class FakeStager:
     async def _stage(self, http):
         asked = await http.json()
         self.asked.append((asked, http.headers["Authorization"], list(self._server.updates())))
-        while self.holds:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
         if self.status != 200:
             return web.Response(status=self.status, text="as it was told")
         return web.json_response({"path": f"/here/{asked['version']}"} if self.body is None else self.body)

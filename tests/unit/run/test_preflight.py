@@ -171,7 +171,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import areal_core.evaluation.evaluator, areal_core.generation.server.routes
-from areal_core.generation.engines.registry import make_engine
+from areal_core.generation.engines.engine import make_engine
 from areal_core.models.spec import read_spec
 
 folder = Path(sys.argv[1])

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from areal_core.config.schema import EmulationConfig, GenerationConfig, LaunchConfig, RunConfig, TrainingConfig
-from areal_core.errors import ModelError
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
-from areal_core.training.engines.engine import EngineState
 from tests.support.emulation import CONFIG, MODEL, SCALE, Clock, pace
 from tests.support.training import batch
 
@@ -31,30 +29,27 @@ def engine(
     return EmulatedTrainingEngine(config, WEIGHTS, pace(clock))
 
 
-@pytest.mark.parametrize(("mode", "devices", "idle_s"), [("async", 4, 0.0), ("sync", 4, 3.0), ("sync", 2, 13.0)])
-def test_a_step_takes_the_time_of_its_passes(mode: str, devices: int, idle_s: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "devices", "idle_s", "replicas"),
+    [("async", 4, 0.0, 1), ("async", 4, 0.0, 3), ("sync", 4, 3.0, 1), ("sync", 2, 13.0, 1)],
+)
+def test_a_step_takes_the_time_of_its_passes(mode: str, devices: int, idle_s: float, replicas: int) -> None:
+    """On the accelerators of all replicas, which each rank stands for."""
     clock, share = Clock(), batch(3)
-    config = dataclasses.replace(CONFIG, switch_s=5.0, rewards_s=3.0)
+    config = dataclasses.replace(CONFIG, switch_s=5.0, rewards_s=3.0, tensor_parallel=2, replicas=replicas)
     trainer = engine(clock, config, mode=mode, devices=devices)
     lengths = [SCALE * length for length in share.lengths.tolist()]
     proximal = trainer.proximal_logprobs(share)
     later = [lengths[index] for index in share.minibatches[1]]
-    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.forward_s(later, 2))
+    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.forward_s(later, 4 * replicas))
     assert (proximal[share.versions >= 0] < 0).all()
     assert not proximal[share.versions < 0].any()
     clock.now_s = 100.0  # what lies between is the trainer's own time
     stats = trainer.train_step(share, proximal)
-    assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 2) + idle_s)
+    assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 4 * replicas) + idle_s)
     assert stats.updates == 2
     assert stats.loss_tokens == sum(share.loss_tokens)
     assert stats.train_inference_kl is None
-
-
-def test_a_rank_stands_for_the_accelerators_of_its_replicas() -> None:
-    clock, share = Clock(), batch(3)
-    engine(clock, dataclasses.replace(CONFIG, tensor_parallel=2, replicas=3)).train_step(share, None)
-    lengths = [SCALE * length for length in share.lengths.tolist()]
-    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 2 * 3 * 2))
 
 
 def test_weights_stay_and_the_state_goes_on() -> None:
@@ -66,8 +61,3 @@ def test_weights_stay_and_the_state_goes_on() -> None:
     assert set(state.arrays) == {"weight/a", "weight/b"}  # as the controller restores a version from them
     second.load_state(state)
     assert second.state().scalars == {"updates": 2}
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"^weight/a: expected shape \[2, 3\] in the saved state$"):
-        engine(Clock()).load_state(EngineState(arrays={"weight/a": np.zeros(6)}, scalars={"updates": 1}))

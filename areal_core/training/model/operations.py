@@ -1,8 +1,14 @@
-"""Causal attention within each sequence of a pack, without padding.
+"""The operations of a layer beside its products: attention, norms, rotations and gates.
+
+Causal attention stays within each sequence of a pack, without padding.
 
 Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a CPU, where
 sequences may attend to a prompt that they share too. Everything else runs once for each block of sequences of the same
-length, which are contiguous. Axes: T packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
+length, which are contiguous.
+
+The time of the others goes into reading and writing memory. Their gradients are written out: fewer passes over the
+activations than those that autograd puts together, and in float32 on a CPU a single one, compiled. Axes: T packed
+tokens, N sequences, H query heads, K key-value heads, D width of a head, I width of the inner layer.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_core.training.batching.packing import Blocks
-from areal_core.training.model.pointwise import compiled_for
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
 
@@ -120,3 +126,59 @@ def _kernel() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along: seconds
 
     return causal_kernel(varlen_attn)
+
+
+@functools.cache
+def compiled_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module of compiled operations for tensors of this device and dtype; None where there is none, and torch's
+    operations do the same."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    from areal_core.training.model import compiled  # kernels, compiled or loaded by the first process that needs them
+
+    return compiled
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis. [.., W], [W] -> [.., W]."""
+    if compiled := compiled_for(x.device, x.dtype):
+        return compiled.RmsNorm.apply(x, weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads, [T, H, D]; cos and sin [T, 1, D], the same in both halves of D, without gradients."""
+    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. [T, I], [T, I] -> [T, I]."""
+    if compiled := compiled_for(gate.device, gate.dtype):
+        return compiled.SwiGlu.apply(gate, up)
+    return F.silu(gate) * up
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradients[0], cos, sin, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Heads rotated by the angles, or back by them for a `direction` of -1."""
+    if compiled := compiled_for(x.device, x.dtype):
+        return compiled.rotated(x, cos, sin, direction)
+    half = x.shape[-1] // 2
+    sines = sin[..., :half]
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sines, value=-direction)
+    turned[..., half:].addcmul_(x[..., :half], sines, value=direction)
+    return turned

@@ -15,7 +15,7 @@ from areal_core.api.wire import version_spans
 from areal_core.errors import ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
-from areal_core.generation.engines.sampling import stream_seed, uniforms
+from areal_core.generation.engines.scheduler import stream_seed, uniforms
 from areal_core.planning.time_model import completion_length
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
