@@ -18,7 +18,6 @@ from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
 LENGTHS, PROMPTS = [4, 7, 4, 12], [1, 3, 2, 5]
-TARGETS = sum(LENGTHS) - sum(PROMPTS)
 # Every input attends to itself and to those before it: as whole sequences, and as two groups of two whose prompts of 3
 # and 5 tokens are shared.
 ATTENDED = 3 * 4 / 2 + 6 * 7 / 2 + 3 * 4 / 2 + 11 * 12 / 2
