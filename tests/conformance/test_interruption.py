@@ -12,7 +12,6 @@ from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, get, post, until
 
 LENGTH = 600  # tokens: of a completion that is far from its end when slow steps are over
-STOP = 3  # a token that the model seldom samples
 EXACTLY = ["recompute", "resubmit"]  # interruptions after which completions go on with a KV cache of the new weights
 
 
@@ -52,10 +51,6 @@ async def joined(pending, calls):
     return [
         (pending.request, completion) for pending in pending for completion in join_completions(pending.completions())
     ]
-
-
-def crosses(completion):
-    return len(np.unique(completion.versions)) > 1
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)

@@ -20,6 +20,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Float32 products, not TF32's: comparisons are to 1e-4."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="session")
 def vllm_python():
     """The interpreter of an environment with vLLM for GPUs; AREAL_VLLM_PYTHON names one other than this."""

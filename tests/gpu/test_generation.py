@@ -25,15 +25,6 @@ def spec(request):
     return dataclasses.replace(SPECS[request.param], context=512)
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """Float32 products, not TF32's: the comparison is to 1e-4."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
     reference = Reference(tmp_path, spec, {0: 1, 1: 2})
     engine = OfflineEngine(spec, weights(spec, 1), slots=32, device="cuda")

@@ -33,15 +33,6 @@ HALF = replace(TRAINING, dtype="bfloat16")
 BOTH = pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """Float32 products, not TF32's."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @pytest.fixture
 def fixed_order():
     torch.use_deterministic_algorithms(True)

@@ -172,17 +172,6 @@ def test_abort_of_a_group_of_which_some_completions_are_finished_and_some_wait()
     assert served.step() == []
 
 
-def test_without_admission_waiting_completions_stay():
-    served = engine(slots=2)
-    served.add(request(n=5, max_tokens=3, stop_token_ids=()))
-    served.step()
-    served.admitting = False
-    ended = [generation for _ in range(5) for generation in served.step()]
-    assert (served.running, served.waiting) == (0, 3)
-    served.admitting = True
-    assert len(finish(served, ended)["r"]) == 5
-
-
 def test_tokens_of_the_rollout_are_counted_apart_as_they_are_sampled():
     served = engine(slots=2)
     served.add(request("group-1-0", n=3, max_tokens=4, stop_token_ids=()))

@@ -69,10 +69,6 @@ def test_full_disk_is_not_taken_for_a_setting(monkeypatch: pytest.MonkeyPatch) -
         routes.main()
 
 
-def parse(body):
-    return parse_request(orjson.loads(orjson.dumps(body)), eos_token_ids=(1, 2), default_id="ff")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -88,7 +84,7 @@ def test_a_request_survives_the_wire(changes):
 
 
 def test_defaults_are_those_of_vllm():
-    wanted = parse({"token_ids": [3]})
+    wanted = parse_request({"token_ids": [3]}, eos_token_ids=(1, 2), default_id="ff")
     assert wanted.request == GenerationRequest(
         request_id="ff", token_ids=(3,), n=1, max_tokens=16, seed=0xFF, stop_token_ids=(1, 2)
     )

@@ -12,13 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_core.models.spec import ModelSpec
 from areal_core.training import flops
 from areal_core.training.batching.packing import Packed, pack, pack_shared
-from areal_core.training.batching.partition import GroupCost
 from areal_core.training.flops import Rates, forward_flops, peak_flops_per_s, step_flops, training_cost
 from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
 LENGTHS, PROMPTS = [4, 7, 4, 12], [1, 3, 2, 5]
-TARGETS = sum(LENGTHS) - sum(PROMPTS)
 # Every input attends to itself and to those before it: as whole sequences, and as two groups of two whose prompts of 3
 # and 5 tokens are shared.
 ATTENDED = 3 * 4 / 2 + 6 * 7 / 2 + 3 * 4 / 2 + 11 * 12 / 2
@@ -54,11 +52,11 @@ def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> 
     forward, backward = counted(spec, pack_shared(*laid, [[0, 1], [2, 3]]) if shared else pack(*laid, range(4)))
     attention = 4 * spec.layers * spec.heads * spec.head_dim * (PAIRED_ATTENDED if shared else ATTENDED)
     passes = [forward_flops(Rates.of(spec), *group, shared=shared) for group in groups]
-    costs = [total(training_cost(spec, *group, shared=shared)) for group in groups]
+    costs = [training_cost(spec, *group, shared=shared) for group in groups]
     assert sum(passes) - attention == forward
     # The backward pass makes the logits again, which torch counts and model FLOPs don't, and adds a product of the same
     # size to the head's gradient in place, which model FLOPs count and torch doesn't.
-    assert sum(costs) - 3 * attention == forward + backward
+    assert sum(cost.prompt + sum(cost.completions) for cost in costs) - 3 * attention == forward + backward
 
 
 def test_a_step_is_its_passes() -> None:
@@ -81,10 +79,6 @@ def test_a_step_is_its_passes() -> None:
     assert frozen == 3 * (first + second) - products
     shared = replace(batch(share_prompts=True), advantages=share.advantages)
     assert frozen / 3 < step_flops(SPEC, shared, proximal=False, reference=False) < 3 * (first + second)
-
-
-def total(cost: GroupCost) -> float:
-    return cost.prompt + sum(cost.completions)
 
 
 CORE, GPU = torch.device("cpu"), torch.device("cuda")

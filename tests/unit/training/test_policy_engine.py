@@ -82,11 +82,6 @@ def gradient(one: TorchEngine) -> dict[str, np.ndarray]:
     }
 
 
-def of_sequence(batch: TrainingBatch) -> np.ndarray:
-    """[S] which sequence of the batch a token belongs to."""
-    return np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-
-
 def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
     """Relative to the largest entry of all."""
     largest = max(np.abs(values).max() for values in expected.values())
@@ -191,7 +186,7 @@ def test_gradient_is_that_of_the_whole_minibatch(objective: str, mean: str, esti
         "mask": batch.loss_mask,
         "weights": batch.weights,
         "staleness": batch.step - 1 - batch.versions,
-        "sequence": of_sequence(batch),
+        "sequence": np.repeat(np.arange(len(batch.lengths)), batch.lengths),
     }
     tokens = Tokens(
         current=current,

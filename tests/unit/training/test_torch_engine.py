@@ -22,7 +22,6 @@ from tests.support.training import (
     weights,
 )
 
-STANDARD = AlgorithmConfig(objective="standard")
 HALF = replace(TRAINING, dtype="bfloat16")
 ADAPTED = replace(TRAINING, lora=LORA)
 CASES = {"float32": TRAINING, "bfloat16": HALF, "lora": ADAPTED, "lora-bfloat16": replace(HALF, lora=LORA)}

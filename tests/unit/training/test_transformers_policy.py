@@ -12,7 +12,7 @@ import torch
 
 from areal_core.errors import ModelError
 from areal_core.models.folders import read_weights, write_model
-from areal_core.models.spec import ModelSpec, TransformersModel, read_spec
+from areal_core.models.spec import read_spec
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.transformers_policy import TransformersPolicy
 from tests.support.training import SPEC
@@ -97,19 +97,14 @@ def test_rotary_angles_keep_their_precision() -> None:
     assert all(torch.equal(buffer, kept[name]) for name, buffer in policy.named_buffers())
 
 
-def changed(spec: ModelSpec, **config: object) -> TransformersModel:
-    assert spec.transformers is not None
-    return replace(spec.transformers, config=json.dumps(json.loads(spec.transformers.config) | config))
-
-
-def test_architectures_that_transformers_lacks_are_refused() -> None:
+@pytest.mark.parametrize(("architecture", "kind"), [("OursForCausalLM", "ours"), ("T5Model", "t5")])
+def test_architectures_that_transformers_lacks_are_refused(architecture: str, kind: str) -> None:
     spec = run_by_transformers(SPEC)
-    unknown = replace(spec, architecture="OursForCausalLM", transformers=changed(spec, model_type="ours"))
-    with pytest.raises(ModelError, match=r"^architectures: OursForCausalLM \(model_type 'ours'\) is no causal .*$"):
-        TransformersPolicy(unknown)
-    encoder = replace(spec, architecture="T5Model", transformers=changed(spec, model_type="t5"))
-    with pytest.raises(ModelError, match=r"^architectures: T5Model \(model_type 't5'\) is no causal .*$"):
-        TransformersPolicy(encoder)
+    assert spec.transformers is not None
+    config = json.dumps(json.loads(spec.transformers.config) | {"model_type": kind})
+    spec = replace(spec, architecture=architecture, transformers=replace(spec.transformers, config=config))
+    with pytest.raises(ModelError, match=rf"^architectures: {architecture} \(model_type '{kind}'\) is no causal .*$"):
+        TransformersPolicy(spec)
 
 
 def test_tensors_that_transformers_lays_out_in_another_way_are_refused_by_name() -> None:
