@@ -45,7 +45,10 @@ MODULES = {  # and the tests that are to kill their mutants
     "areal_core/controller/core/rollouts.py": ("tests/property/test_controller.py",),
     "areal_core/algorithm/objectives.py": ("tests/unit/algorithm",),
     "areal_core/algorithm/advantages.py": ("tests/unit/algorithm/test_advantages.py",),
-    "areal_core/training/batching/partition.py": ("tests/unit/training/batching", "tests/property/test_batching.py"),
+    "areal_core/training/batching/partition.py": (
+        "tests/unit/training/test_batches.py",
+        "tests/property/test_batching.py",
+    ),
     "areal_core/storage/checkpoint.py": (
         "tests/unit/storage/test_checkpoint.py",
         "tests/unit/controller/test_restore.py",

@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypedDict
 
 from areal_core.config.plugins import find
 from areal_core.errors import ModelError, one_line
-from areal_core.models.spec import read_arrays
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, read_arrays
 from areal_core.models.verified import verified
 from areal_core.storage.weights import weights_file
 from areal_core.types import Completion, GenerationRequest
