@@ -25,7 +25,7 @@ from areal_core.planning.footprint import (
 from areal_core.planning.time_model import SPECS
 from areal_core.training.batching.packing import Packed, pack
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.model import operations, forward, pointwise
+from areal_core.training.model import forward, operations
 from tests.support.live_memory import LiveMemory
 
 SMALL = {"vocab_size": 1000, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
@@ -131,8 +131,7 @@ def test_no_pass_makes_more_logits_at_once() -> None:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes keep what they keep on a GPU."""
-    for module in (pointwise, operations):
-        monkeypatch.setattr(module, "compiled_for", lambda device, dtype: None)
+    monkeypatch.setattr(operations, "compiled_for", lambda device, dtype: None)
 
 
 @pytest.mark.usefixtures("without_kernels")
