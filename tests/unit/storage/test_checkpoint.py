@@ -78,6 +78,19 @@ def test_a_launcher_of_any_number_prunes(store: Storage, tmp_path: Path) -> None
     assert folders(store) == {"step-000020.1000"}
 
 
+def test_shared_files_that_are_missing_or_damaged_here_are_fetched(store: Storage, tmp_path: Path) -> None:
+    store.put_bytes("payloads/0/a.bin", b"whole")
+    save(store, tmp_path, 1, shared=("payloads/0/a.bin",))
+    info, here = checkpoint.newest(store), tmp_path / "here"
+    assert info is not None
+    here.mkdir()
+    for left in (None, b"torn!"):
+        if left is not None:
+            (here / "a.bin").write_bytes(left)
+        checkpoint.fetch_shared(store, info, here)
+        assert (here / "a.bin").read_bytes() == b"whole"
+
+
 def test_files_of_another_process_are_part_of_it_if_they_are_there(store: Storage, tmp_path: Path) -> None:
     missing = checkpoint.FileEntry(bytes=6, sha256="0" * 64, crc32=[0])
     with pytest.raises(StorageError, match=r"not committed: ledger\.sqlite is missing"):
