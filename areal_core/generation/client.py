@@ -170,10 +170,7 @@ class GenerationClient:
                 await self._switch(version, interruption)
             else:
                 await self._stage(await self._on_its_machine(version))
-                await self._pause(interruption)
-                finish = {"weight_version": str(version.version)}
-                await self._control("POST", "/finish_weight_update", finish, timeout_s=None)
-                await self._resume_after_update()
+                await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
         """Have vLLM read the base model's folder, of one file or several; with adapters it is there. Raises
@@ -299,6 +296,11 @@ class GenerationClient:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
         if self.stager is None:
             await asyncio.get_running_loop().run_in_executor(_VERIFYING, _verify, version)
+
+    async def _swap(self, version: PolicyVersion, interruption: str) -> None:
+        await self._pause(interruption)
+        await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
+        await self._resume_after_update()
 
     async def _pause(self, interruption: str) -> None:
         """Pause generation."""

@@ -171,7 +171,7 @@ def test_trainers_and_peft_give_the_same_log_probabilities(
 def test_the_embedded_engine_and_peft_give_the_same_log_probabilities(
     spec: ModelSpec, base_model: Path, adapter_version: PolicyVersion
 ) -> None:
-    engine = OfflineEngine(spec, read_arrays(base_model, spec), slots=4, base_model=base_model)
+    engine = OfflineEngine(spec, read_arrays(base_model, spec), slots=4, base=base_model)
     engine.swap(read_version(engine, Path(adapter_version.path), adapter_version.digest), adapter_version.version)
     asked = request(n=2, max_tokens=12)
     [completions] = engine.generate([asked])
