@@ -5,9 +5,9 @@
 Lengths are log-normal (median 7,360, sigma .8, cut at 27,648 tokens), groups have 16 completions: the paper's runs on
 mathematics (docs/emulation.md has where that is from). Two parts, both of the real code:
 
-- a rollout controller with its gate and its ledger, a pool of eight servers of 64 slots, pending completions, and the
-  environment `single_turn`, in virtual time: a slot decodes a token in a unit of it, and what a server sends is under
-  way for as long as two tokens. The trainer takes no time, so that work is always admitted.
+- a rollout controller with gate and ledger, a pool of eight servers of 64 slots, pending completions, and the
+  environment `single_turn`, in virtual time. A slot decodes one token per unit of time. A message takes two units. The
+  trainer takes no time, so that work is always admitted.
 - the partition of a batch over training ranks, by the arithmetic that a 7B model needs.
 
 The last line's JSON, means over seeds:

@@ -10,9 +10,9 @@ long; figures are medians over rounds.
 - `tokens_per_s_per_core`: the embedded server over HTTP with the default model (width 64, 3 layers, 4 heads of 16);
 - `tokens_per_s_per_core_t256`: the same with completions of 256 tokens each, end tokens ignored;
 - `over_transformers`, `over_vllm_cpu`: the embedded server's tokens/s over theirs, within a round, on one model that
-  all three can run: vLLM's attention on CPUs needs heads of 32, so it has 2 heads (experiment `cpu-vllm`), else the
-  same. transformers' `generate()` runs batches of 4 prompts x 16 completions, each as long as its longest completion;
-  vLLM gets the very requests of the embedded server;
+  all three can run. It is the default model with 2 heads (experiment `cpu-vllm`), as vLLM's attention on CPUs needs
+  heads of 32. transformers' `generate()` runs batches of 4 prompts x 16 completions, each as long as its longest
+  completion. vLLM gets the same requests as the embedded server;
 - `gemm_share`: floating-point operations of the linear layers alone x tokens/s of the default model, over those of one
   large float32 product a second on that core in the same round;
 - `swap_ms`: between two steps, by the server's own clock, while it decodes (recomputation of the KV cache comes on

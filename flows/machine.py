@@ -1,6 +1,7 @@
-"""What the programs of a cloud's machines have in common: the file that says what the machine was told when it booted,
-secrets in the cloud's parameter store (AWS's SSM), and what its metadata service says of the machine. That a spot node
-is to be reclaimed it says two minutes before.
+"""Helpers for programs on a node: its boot file, secrets, and the cloud's metadata service.
+
+Secrets lie in the cloud's parameter store (AWS's SSM). The metadata service announces the end of a spot node two
+minutes before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`python -m flows.node FILE`: the Prefect worker of a node that was provisioned.
 
-FILE is what the node was told when it booted (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`), or, on a host
-that is given (`provision=static`), what somebody has written there: its run and role, the work queue that its share of
-the run comes by, and the names of the secrets that the share needs. Secrets are read from the cloud's parameter store
-into the environment, which none but this user's processes can see; then this process becomes the worker. Where FILE or
-a secret is not as it must be it ends with one line; who started it tries again.
+FILE names the run, the node's role, the work queue of its share, and the secrets that the share needs. The node's user
+data writes it (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`). With `provision=static` you write it yourself.
+This process reads the secrets from the cloud's parameter store into its environment, which only processes of the same
+user can see. Then it becomes the worker. If FILE or a secret is wrong, it ends with one line, and its starter tries
+again.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ class GenerationClient:
         timeline: Callable[[], TimelineWriter] | None = None,
         plane: DataPlane | None = None,
     ) -> None:
-        """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
-        server's machine, None where it reads them where they were published; `adapters`: versions are adapters to the
-        base model; `timeline` makes the timeline of a server that writes none itself; `plane` is where
-        completions come in and are read, this loop unless there is another."""
+        """`token`: the run's token, if the server wants one. `stager`: URL of the stager on the server's machine; None
+        if the server reads versions where they were published. `adapters`: versions are adapters to the base model.
+        `timeline`: makes the timeline of a server that writes none. `plane`: receives and reads completions; None: this
+        event loop does."""
         self.url = url
         self.stager = stager
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out

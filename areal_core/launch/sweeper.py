@@ -96,11 +96,11 @@ def alive(pidfds: Iterable[int], deadline: float) -> set[int]:
 def end_marked(
     mark: str, grace_s: float, groups_left_alone: Collection[int] = (), *, sessions: Collection[int] = ()
 ) -> None:
-    """Wait for every process that has `mark` ("NAME=value") in its environment, in whatever session, but for those of
-    some process groups; SIGKILL to what is there after `grace_s`, which not even one that is stopped outlives.
+    """Wait until no process has `mark` ("NAME=value") in its environment; after `grace_s`, kill the rest with SIGKILL.
 
-    Environments are inherited: this finds the descendants of a killed process at any depth. What writes a title over
-    its own, as vLLM's engines do, is found by its session, where that is one of `sessions`.
+    Processes of `groups_left_alone` are ignored. Environments are inherited, so this finds the descendants of a killed
+    process at any depth and in any session. Some processes write a title over their environment, as vLLM's engines do.
+    They are found by `sessions`.
     """
     deadline = time.monotonic() + grace_s
     while left := _found(mark.encode(), groups_left_alone, sessions):

@@ -77,7 +77,7 @@ class Files:
         self._run = run
         self.config = run.config()
         self.nodes = Nodes(run, self.config)
-        self._cache = VersionCache(run)
+        self.cache = VersionCache(run)
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -94,7 +94,7 @@ class Files:
             [
                 web.get("/run", self._about),
                 web.get("/model/{name}", self._model_file),
-                web.get("/versions/{version}", self._cache.serve),
+                web.get("/versions/{version}", self.cache.serve),
                 web.get("/payloads/{segment:[0-9]{6,}-[0-9]{6,}}", self._payloads),
                 web.post("/nodes/{node}", self._hear),
                 web.post("/nodes/{node}/versions", self._take),
@@ -141,9 +141,9 @@ class Files:
         if FIRST_RANK not in self._owned(request).processes:
             raise ValueError("node: does not run rank 0")
         made = await read(request, Made)
-        await self._cache.release(made.release)
+        await self.cache.release(made.release)
         version = PolicyVersion(version=made.version, path="", digest=made.digest)
-        here = await self._cache.staged(version, Head(made.url, self._run.token()))
+        here = await self.cache.staged(version, Head(made.url, self._run.token()))
         return web.json_response({"path": here.path})
 
     async def _append(self, request: web.Request) -> web.Response:
@@ -241,6 +241,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
         if not files.config.launch.head_trains:
             await asyncio.to_thread(weights.sync, run.weights)
     finally:
+        files.cache.over.set()  # else this process would wait for the download of a version
         await runner.cleanup()
     return run.summary.exists()
 

@@ -1,8 +1,8 @@
 """Shares of a run: what each remote worker runs, and the workers as the head node has heard of them last.
 
-A share is one worker's at a time: who has it says so once a second, and for `GONE_S` after the last time nobody else
-gets it. What it says of its processes stands in the run's folder as if they were here: ready files, by which ranks are
-waited for, and heartbeats, by which a run that stands still is told from one that is busy elsewhere.
+A share belongs to one worker at a time. The worker reports once a second. `GONE_S` after its last report another worker
+may take the share. The head node writes the reported ready files and heartbeats into the run's folder. So ranks find
+each other, and the launcher sees whether processes elsewhere are busy.
 """
 
 from __future__ import annotations
