@@ -13,7 +13,7 @@ Axes of the means: N completions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -30,34 +30,6 @@ from areal_core.errors import ConfigError
 Float64Array = NDArray[np.float64]
 
 
-class Mean(NamedTuple):
-    weights: Float64Array  # [N] of each loss token of a completion
-    denominator_terms: Float64Array  # [N] contributions to the loss denominator: 0 exactly without loss tokens
-
-
-def token_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """Over all loss tokens alike: a long completion counts for more than a short one (AReaL, DAPO)."""
-    return Mean(np.ones(len(loss_tokens)), loss_tokens.astype(np.float64))
-
-
-def sequence_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """Over completions, of the mean over their loss tokens (GRPO): a token of a long completion counts for less."""
-    return Mean(1.0 / np.maximum(loss_tokens, 1), (loss_tokens > 0).astype(np.float64))
-
-
-def constant_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """The sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may have (Dr.
-    GRPO): a token counts the same whatever the completions' lengths are."""
-    return Mean(np.ones(len(loss_tokens)), (loss_tokens > 0).astype(np.float64) * limit)
-
-
-LOSS_MEANS: dict[str, Callable[[NDArray[np.int64], int], Mean]] = {  # by AlgorithmConfig.loss_mean
-    "token": token_mean,
-    "sequence": sequence_mean,
-    "constant": constant_mean,
-}
-
-
 class PolicyLoss(NamedTuple):
     loss: Tensor  # [], differentiable: minus the weighted sum of the objective over loss tokens / denominator
     stats: LossStats
@@ -66,7 +38,7 @@ class PolicyLoss(NamedTuple):
 def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, untouched: bool = False) -> PolicyLoss:
     """The loss of one share of a minibatch: losses and statistics add up over any partition of it.
 
-    `denominator` is the loss denominator (LOSS_MEANS) of the PPO minibatch over all ranks. `untouched`: pi_theta
+    `denominator` is the loss denominator of the PPO minibatch over all ranks (engine.LOSS_MEANS). `untouched`: pi_theta
     is still the version that is trained on, so that its own tokens show how far trainer and generator disagree;
     pi_prox, where there is one, shows it at any time.
     """

@@ -100,9 +100,9 @@ def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
     check_name("algorithm.control", config.control, CONTROLS)
     if config.control == "adaptive_kl":
         require(config.kl_coef, "algorithm.kl_coef", "above 0 with algorithm.control=adaptive_kl", config.kl_coef)
-    alone = config.group_size > 1 or config.advantage in ("batch", "batch_tokens")
+    compared = config.group_size > 1 or config.advantage in ("batch", "batch_tokens")
     wanted = f"at least 2 with algorithm.advantage={config.advantage}"
-    require(alone, "algorithm.group_size", wanted, config.group_size)
+    require(compared, "algorithm.group_size", wanted, config.group_size)
     ordered = config.clip_eps >= 1 or config.clip_eps_high is None or config.clip_eps_high >= config.clip_eps
     wanted = f"at least algorithm.clip_eps ({config.clip_eps:g})"
     require(ordered, "algorithm.clip_eps_high", wanted, config.clip_eps_high)

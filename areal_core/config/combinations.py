@@ -118,9 +118,8 @@ def _check_mode(config: RunConfig) -> None:
     if config.mode == "sync":
         require(eta == 0, "rollout.max_staleness", "0 or null with mode=sync", eta)
     else:
-        require(
-            not config.generation.sleep, "generation.sleep", "false with mode=async, where servers never stop", True
-        )
+        sleep = config.generation.sleep
+        require(not sleep, "generation.sleep", "false with mode=async, where servers never stop", sleep)
     require(depth <= eta, "rollout.pipeline_depth", f"at most max_staleness, {eta}", depth)
 
 
@@ -129,11 +128,12 @@ def _check_evaluation(config: RunConfig) -> None:
         return
     evaluation, lent, score = config.evaluation, not config.evaluation.servers, config.stop.score
     wanted = "at least 1 with one generation server, which the run can't spare"
-    require(not lent or config.generation_servers > 1, "evaluation.servers", wanted, 0)
+    require(not lent or config.generation_servers > 1, "evaluation.servers", wanted, evaluation.servers)
     if config.scores_at_the_end:
         late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
         require(score is None, "stop.score", f"null {late}", score)
-        require(not config.training.keep_best, "training.keep_best", f"false {late}", True)
+        keeps = config.training.keep_best
+        require(not keeps, "training.keep_best", f"false {late}", keeps)
     shared = lent or config.launch.accelerator == "cpu"
     why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared
@@ -145,10 +145,10 @@ def _check_emulated(config: RunConfig) -> None:
         ("algorithm.kl_coef", "0", config.algorithm.kl_coef),
         ("algorithm.entropy_coef", "0", config.algorithm.entropy_coef),
         ("rollout.dynamic_sampling", "false", config.rollout.dynamic_sampling),
-        ("stop.score", "null", config.stop.score),
     ):
-        wanted = f"{off} where accelerators are emulated and nothing is learnt"
-        require(value in (0, None), name, wanted, value)
+        require(not value, name, f"{off} where accelerators are emulated and nothing is learnt", value)
+    score = config.stop.score
+    require(score is None, "stop.score", "null where accelerators are emulated and nothing is learnt", score)
     servers = config.generation_servers
     _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
 

@@ -114,7 +114,16 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
 def require(holds: object, name: str, wanted: str, got: object) -> None:
     """Raise ConfigError unless it holds that the field `name` is what is `wanted`."""
     if not holds:
-        raise ConfigError(f"{name}: must be {wanted}, got {str(got).lower() if isinstance(got, bool) else repr(got)}")
+        raise ConfigError(f"{name}: must be {wanted}, got {shown(got)}")
+
+
+def shown(value: object) -> str:
+    """A value as it is written in a configuration."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else repr(value)
 
 
 def check_file_name(field: str, name: str) -> str:

@@ -201,7 +201,7 @@ class Storage:
             raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
     def _transfer(self, action: str, did: str, name: str, transfer: Callable[[str, Attempt], int]) -> None:
-        """A transfer that returns its bytes; the log tells of a large one."""
+        """Do `transfer`, which returns how many bytes it moved; log a large one. Raises StorageError."""
         path, started = self._path(name), self._patience.clock.now()
         with self._doing(action, name) as attempt:
             size = transfer(path, attempt)

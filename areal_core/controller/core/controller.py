@@ -34,7 +34,6 @@ from areal_core.controller.core.gate import StalenessGate
 from areal_core.controller.core.ledger import AdmittedGroup, Selection, TrajectoryLedger
 from areal_core.controller.core.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.controller.core.tables import Place
-from areal_core.environments.source import PromptSource
 from areal_core.environments.verdicts import Failures
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
 from areal_core.types import (
@@ -48,6 +47,12 @@ from areal_core.types import (
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0
+
+
+class Source(Protocol):
+    """Training prompts by their index in a seeded order."""
+
+    def prompt(self, index: int) -> Prompt: ...
 
 
 class Engine(Protocol):
@@ -108,7 +113,7 @@ class RolloutController:
     """Keeps the servers busy within the staleness bound and serves batches. Single-threaded: one event loop."""
 
     config: RunConfig
-    source: PromptSource
+    source: Source
     engine: Engine
     rewards: Rewards
     payloads: Payloads

@@ -192,19 +192,22 @@ class TrajectoryLedger:
     def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
         """Count a failed try of a running group, and the tokens sampled for it that are lost with it; returns the
         number of failed tries."""
-        return self.lose_tokens(group_id, lost, failed=1)
-
-    def lose_tokens(self, group_id: int, lost: Tally, *, failed: int = 0) -> int:
-        """Record tokens sampled for a running group that are lost, without its fault unless a try has `failed`; returns
-        the number of failed tries."""
         with self._transaction():
-            self._expect(group_id, GroupState.INFLIGHT)
-            self._db.execute(
-                "UPDATE groups SET tries = tries + ?, lost_tokens = lost_tokens + ?, "
-                "unread_tokens = unread_tokens + ? WHERE group_id = ?",
-                (failed, lost.tokens, lost.unread, group_id),
-            )
+            self._lose(group_id, lost)
+            self._db.execute("UPDATE groups SET tries = tries + 1 WHERE group_id = ?", (group_id,))
             return self._row(group_id)["tries"]
+
+    def lose_tokens(self, group_id: int, lost: Tally) -> None:
+        """Record tokens sampled for a running group that are lost, without its fault."""
+        with self._transaction():
+            self._lose(group_id, lost)
+
+    def _lose(self, group_id: int, lost: Tally) -> None:
+        self._expect(group_id, GroupState.INFLIGHT)
+        self._db.execute(
+            "UPDATE groups SET lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? WHERE group_id = ?",
+            (lost.tokens, lost.unread, group_id),
+        )
 
     def settle(self, group_id: int, sampled: Tally) -> None:
         """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or

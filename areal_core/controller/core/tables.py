@@ -328,8 +328,8 @@ class ServerCounters:
         db.executescript(_COUNTERS)
 
     def join(self, name: str, url: str, counter: int) -> None:
-        """A server takes up work. One that an earlier controller knew continues its stay, unless it was restarted
-        meanwhile."""
+        """Record a server that takes up work. It continues the session that an earlier controller knew, unless it was
+        restarted meanwhile."""
         row = self._open(name)
         if row is not None and row["url"] == url and row["counted"] <= counter:
             self.report(name, counter, self.accounted())
@@ -360,8 +360,8 @@ class ServerCounters:
         )
 
     def abandon(self) -> None:
-        """These counters are of a time before the servers' last reports, which are lost: what servers that are still
-        there have sampled since is nobody's. All begin new stays."""
+        """End all sessions, after the servers' last reports were lost: no group has what they sampled since. Servers
+        that are still there begin new sessions."""
         self.resume()
         self._db.execute("UPDATE server_sessions SET over = 1 WHERE NOT over")
 

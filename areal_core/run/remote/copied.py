@@ -336,7 +336,7 @@ def _check_store(run: RunDir, config: RunConfig) -> None:
     """Ranks read checkpoints of the run's store, where its launcher's lease is. Raises ConfigError, StorageError."""
     url = run.info().checkpoint_url
     storage = Storage.open(url, config.storage.endpoint_url)
-    if lease.NAME not in storage.list():
+    if lease.Marked(storage, lease.NAME).read()[0] is None:
         raise StorageError(
             f"storage.url: {url} is not the run's store on this machine; ranks on several machines need one that all "
             "reach, as s3://bucket/prefix"

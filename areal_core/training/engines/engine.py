@@ -5,19 +5,46 @@ No torch here: a batch is numpy arrays, so that any engine can implement the pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.algorithm.losses import LOSS_MEANS
 from areal_core.errors import ModelError
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import Part, allocate, allocate_groups
 from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
+
+
+class Mean(NamedTuple):
+    weights: NDArray[np.float64]  # [N] of each loss token of a completion
+    denominator_terms: NDArray[np.float64]  # [N] contributions to the loss denominator: 0 exactly without loss tokens
+
+
+def token_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """Over all loss tokens alike: a long completion counts for more than a short one (AReaL, DAPO)."""
+    return Mean(np.ones(len(loss_tokens)), loss_tokens.astype(np.float64))
+
+
+def sequence_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """Over completions, of the mean over their loss tokens (GRPO): a token of a long completion counts for less."""
+    return Mean(1.0 / np.maximum(loss_tokens, 1), (loss_tokens > 0).astype(np.float64))
+
+
+def constant_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
+    """The sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may have (Dr.
+    GRPO): a token counts the same whatever the completions' lengths are."""
+    return Mean(np.ones(len(loss_tokens)), (loss_tokens > 0).astype(np.float64) * limit)
+
+
+LOSS_MEANS: dict[str, Callable[[NDArray[np.int64], int], Mean]] = {  # by AlgorithmConfig.loss_mean
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "constant": constant_mean,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

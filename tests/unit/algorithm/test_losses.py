@@ -10,11 +10,12 @@ import torch
 
 from areal_core.algorithm.advantages import ADVANTAGES
 from areal_core.algorithm.divergences import KL_TERMS, k3
-from areal_core.algorithm.losses import _NUMBERS, LOSS_MEANS, LossStats, policy_loss
+from areal_core.algorithm.losses import _NUMBERS, LossStats, policy_loss
 from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
+from areal_core.training.engines.engine import LOSS_MEANS
 from tests.support.tokens import TOKENS, of
 
 CONFIG = AlgorithmConfig(objective="standard", clip_eps=1.5)  # so wide that nothing below is clipped

@@ -33,7 +33,7 @@ REFUSED = """
 generation.top_p=0.9
     generation.top_p: no such field
 generation.temperature=0.0
-    generation.temperature: must be at least 0.01, got 0.0
+    generation.temperature: must be at least 0.01, got 0
 generation.interruption=abort
     generation.interruption: must be one of recompute, resubmit, keep, wait, got
 generation.vllm.arguments='x
@@ -115,7 +115,7 @@ evaluation.enabled=false stop.score=0.9
 rollout.pipeline_depth=2.5
     rollout.pipeline_depth: must be at most max_staleness, 2, got 2.5
 mode=sync rollout.pipeline_depth=1
-    rollout.pipeline_depth: must be at most max_staleness, 0, got 1.0
+    rollout.pipeline_depth: must be at most max_staleness, 0, got 1
 algorithm.control=adaptive_kl
     algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0
 algorithm.control=pid
