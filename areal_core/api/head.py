@@ -33,10 +33,13 @@ class AwayError(ArealError):
 class Head:
     """Where the head node is, and what it takes to be served."""
 
-    def __init__(self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S, name: str = "--head"
+    ) -> None:
         """`token` is the run's. `where` is the URL, or gives it for every connection, for a run whose head node may be
-        replaced; then it raises AwayError where there is none yet. Raises ConfigError for what is no URL."""
-        self._where = checked_url(where) if isinstance(where, str) else where
+        replaced; then it raises AwayError where there is none yet. `name` is the field that holds the URL. Raises
+        ConfigError for what is no URL."""
+        self._where = checked_url(where, name) if isinstance(where, str) else where
         self.token = token
         self.timeout_s = timeout_s
 
@@ -120,7 +123,7 @@ class Session:
 
     def _away(self, error: Exception) -> AwayError:
         self.close()
-        return AwayError(f"the head node at {self.url} does not answer: {error or type(error).__name__}")
+        return AwayError(f"{self.url} does not answer: {error or type(error).__name__}")
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
@@ -142,7 +145,7 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
                     file.truncate()
                     size, hashed = 0, blake3()
                 if response.length is None:
-                    raise StorageError(f"{path}: the head node does not say how long it is")
+                    raise StorageError(f"{path}: {session.url} does not say how long it is")
                 total = size + response.length
                 while not stopped() and (count := session.read(response, buffer)):
                     file.write(buffer[:count])
@@ -166,18 +169,16 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
     return size
 
 
-def checked_url(url: str) -> str:
-    """Raises ConfigError for what is no URL of a head node."""
-    refuse_credentials("--head", url, "the token has an option of its own (--token-file)")
+def checked_url(url: str, name: str = "--head") -> str:
+    """Raises ConfigError that names the field for what is no URL of a data server or a stager."""
+    refuse_credentials(name, url, "the token has an option of its own (--token-file)")
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(
-            f"--head: must be the URL of the head node's data server, as http://10.0.0.1:8900, got {url!r}"
-        )
+        raise ConfigError(f"{name}: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}")
     return url.rstrip("/")
 
 

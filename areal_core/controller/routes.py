@@ -20,6 +20,7 @@ from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinis
 from areal_core.launch import logs
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.remote import ANSWER_BYTES
+from areal_core.storage import weights
 from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:
@@ -214,7 +215,8 @@ class Routes:
         ending = await read(request, Ending)
         reason = self._run.controller.finished or ending.reason
         self._run.stopped = ending.reason == STOPPED
-        if not self._run.stopped:
+        if not self._run.stopped:  # once a run has ended, nobody publishes its versions again
+            await asyncio.to_thread(weights.sync, self._run.run_dir.weights)
             self._run.ledger.notes.end(dataclasses.replace(ending, reason=reason))
         self._run.controller.finish(reason)
         self._run.changed.notify()

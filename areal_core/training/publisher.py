@@ -32,7 +32,7 @@ from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState
 from areal_core.types import PolicyVersion
 
-_HAND_OVER_S = 60.0  # in which the head node may be away
+_HAND_OVER_S = 60.0  # without a word of the head node that the version is on its way
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
 
@@ -46,7 +46,6 @@ class Publisher:
         self._base_digest = None  # of the base model, where checkpoints hold no more than an adapter to it
         if config.training.lora.rank is not None:
             self._base_digest = weights.base_version(run.info().model_path).digest
-        self._number = run.info().number
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
@@ -109,28 +108,23 @@ class Publisher:
         self._publishing.drain()
         self._saving.drain()
 
-    def settle(self) -> None:
-        """Wait until everything is published and committed, and outlives the machine: once a run has ended, nobody
-        publishes its versions again. Raises StorageError."""
-        self.drain()
-        weights.sync(self._run.weights)
-
     def _handed_over(self, version: PolicyVersion) -> PolicyVersion:
         """The version as the head node has it, whose data server fetches it from this machine's stager. Raises
-        ProcessError where it has not done so in a while."""
+        ProcessError where the head node is away for too long, or fails to fetch it."""
         deadline = time.monotonic() + _HAND_OVER_S
         while True:
             copy = self._run.copy()
             assert copy is not None
             made = {"version": version.version, "digest": version.digest, "url": copy["stager"]}
             body = json.dumps(made | {"release": self._released}).encode()
-            head = Head(copy["head"], self._run.token(), timeout_s=self._config.rollout.request_timeout_s)
             try:
-                with closing(head.session()) as session:
+                with closing(Head(copy["head"], self._run.token()).session()) as session:
                     status, content = session.ask("POST", f"/nodes/{copy['node']}/versions", body)
                     if status == 200:
                         return replace(version, path=parsed(content)["path"])
                     said = f"{status}: {content.decode(errors='replace')}"
+                    if status == 202:  # it is on its way
+                        deadline = time.monotonic() + _HAND_OVER_S
             except AwayError as error:
                 said = str(error)
             if time.monotonic() > deadline:
@@ -167,7 +161,7 @@ class Publisher:
                 checkpoint.BASE: self._base_digest,
                 checkpoint.PROMPTS: self._run.info().prompts,
             },
-            number=self._number,
+            number=self._run.info().number,  # of the launcher that it works for: a later one may have come
             uploaded=uploaded,
             shared=shared,
         )

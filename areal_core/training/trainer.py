@@ -298,7 +298,7 @@ class Trainer:
         tensors = self.engine.weights()
         with heartbeat.waiting(heartbeat.STORE, "saving the last checkpoint and the model"):
             if self.publisher is not None:
-                self.publisher.settle()
+                self.publisher.drain()
                 model = "" if reason == STOPPED else self._save_model(tensors)
                 logger.info("ended after step %d: %s", self.step, reason)
                 self.controller.finish(reason, self.step, model)

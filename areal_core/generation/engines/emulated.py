@@ -58,6 +58,7 @@ class EmulatedEngine(SlotEngine):
         self._preempted: list[int] = []  # slots whose completions were taken out of a full cache, the newest first
         self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
         self._stale = False  # the KV cache was cleared
+        self._labelled = version  # what tokens to come are labelled with
         self._interrupted = True  # by something that took its own time
 
     @property
@@ -74,8 +75,6 @@ class EmulatedEngine(SlotEngine):
 
     def swap(self, prepared: None, version: int, /, *, recompute: bool = True) -> None:
         super().swap(prepared, version, recompute=recompute)
-        for slot in (*self._running.tolist(), *self._preempted):
-            self._table.versions[slot, self._table.length[slot] :] = version
         self.stats.swap_ms = 1e3 * self._handover_s / self._pace.speed
         self._stand_still(self._handover_s + self._recompute_s())
 
@@ -171,6 +170,10 @@ class EmulatedEngine(SlotEngine):
     def _advance(self, steps: int) -> list[Generation]:
         """Every running completion has so many more real tokens. At its end a partial token of the wire counts too."""
         table, running = self._table, self._running
+        if self._labelled != self.version:
+            for slot in (*running.tolist(), *self._preempted):
+                table.versions[slot, table.length[slot] :] = self.version
+            self._labelled = self.version
         table.cached[running] += steps
         self._left[running] -= steps
         prompt = table.prompt[running]

@@ -2,8 +2,8 @@
 
     <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
         model/                  the base model
-        weights/                versions that the stager has brought
-        copy.json  copy.lock    this copy's name, and the head node's URL; held by its worker and the processes here
+        weights/                versions that the stager has brought, or rank 0 has made
+        copy.json  copy.lock    this copy's name, the URLs of head node and stager; held by its worker and its processes
 
 A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
 what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
@@ -74,7 +74,7 @@ class Place:
 
     run: RunDir
     locks: tuple[int, ...]  # inherited by the processes here: a command that takes their place waits for them
-    stager: str | None = None  # URL of what brings versions onto this machine, for generation servers
+    stager: str | None = None  # URL of what brings versions onto this machine; None where nothing needs them
     ended: Callable[[], bool]  # whether the run has ended in order; raises RunLostError
 
 
@@ -259,6 +259,8 @@ class _Following:
         heard = parsed(content)
         if heard["run_id"] != self._run.root.name:
             raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
+        if heard["number"] != self._run.info().number:  # another launcher goes on with the run
+            self._run.numbered(heard["number"])
         self._put(heard["ready"])
         _note(self._run, head=session.url)
         self._ended = heard["ended"]

@@ -38,7 +38,6 @@ from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.share import FIRST_RANK, LOGS, Nodes, Owned, Said, TakenError, role_and_index
 from areal_core.run.remote.stager import VersionCache
-from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
 
@@ -47,6 +46,7 @@ logger = logging.getLogger(__name__)
 IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run has ended
 _POLL_S = 0.5  # between two looks whether the run has ended
 _STATE_S = 0.2  # that a look at ready files is good for
+_TAKE_S = 5.0  # of a request that waits for a version
 _LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
 _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
 _MOST_BYTES = 2**20  # of a request
@@ -137,13 +137,18 @@ class Files:
         return web.json_response(self._now())
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Fetch a version from the machine of rank 0, and release others. Its path here."""
+        """Fetch a version from the machine of rank 0, and release others. Its path here; 202 while it is on its way."""
         if FIRST_RANK not in self._owned(request).processes:
             raise ValueError("node: does not run rank 0")
         made = await read(request, Made)
         await self.cache.release(made.release)
         version = PolicyVersion(version=made.version, path="", digest=made.digest)
-        here = await self.cache.staged(version, Head(made.url, self._run.token()))
+        try:
+            async with asyncio.timeout(_TAKE_S):
+                here = await self.cache.staged(version, Head(made.url, self._run.token(), name="url"))
+        except TimeoutError:
+            return web.Response(status=202)
+        self.cache.forget(here.version)  # announced once more, it is fetched once more: it may be damaged by then
         return web.json_response({"path": here.path})
 
     async def _append(self, request: web.Request) -> web.Response:
@@ -172,6 +177,7 @@ class Files:
             ready = {name: self._run.ready_info(*role_and_index(name)) for name in names}
             self._state = {
                 "run_id": self._run.root.name,
+                "number": self._run.info().number,
                 "ended": self._how_ended(),
                 "ready": {name: info for name, info in ready.items() if info is not None},
             }
@@ -238,8 +244,6 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asked.wait(), _POLL_S)
         await _told(files, run, launch.stop_timeout_s)
-        if not files.config.launch.head_trains:
-            await asyncio.to_thread(weights.sync, run.weights)
     finally:
         files.cache.over.set()  # else this process would wait for the download of a version
         await runner.cleanup()

@@ -57,10 +57,14 @@ class VersionCache:
             task.add_done_callback(lambda _: self._coming.pop(key))
         return await asyncio.shield(self._coming[key])
 
+    def forget(self, version: int) -> None:
+        """Fetch a version again when it is asked for next."""
+        self._here.pop(version, None)
+
     async def release(self, versions: Iterable[int]) -> None:
         """Delete versions that are no longer needed."""
         for version in (gone := list(versions)):
-            self._here.pop(version, None)
+            self.forget(version)
         await asyncio.to_thread(weights.release, self._run.weights, gone)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:

@@ -11,8 +11,7 @@ torchrun closes a rendezvous for good when an agent ends for any reason but a si
 for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
 rendezvous ends with the run.
 
-torchrun gives ranks out by the order of the machines' addresses. Here machine n has the nth share of them: rank 0 is
-where the run's own folder is.
+torchrun gives ranks out by the order of the machines' addresses. Here machine n has the nth share of them.
 
 Its state is a pickle in a store that takes everybody's writes. So it is signed with the run's token, and none but what
 an agent of this run has written is read.

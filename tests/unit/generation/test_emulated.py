@@ -143,6 +143,16 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     assert MODEL.prefill_s([PROMPT + sampled * SCALE]) <= recompute_s
 
 
+def test_tokens_have_the_version_that_was_set_when_they_were_sampled() -> None:
+    served, wanted = engine(Clock()), request(n=1, seed=3)
+    served.add(wanted)
+    while not (before := served.stats.generated_tokens):
+        served.step()
+    served.version = 7
+    (completion,) = run(served)["r"]
+    assert version_spans(completion.versions) == [(0, 0, before), (7, before, wire_length(wanted, 0))]
+
+
 def test_weights_are_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"model.norm.weight": np.zeros(3, np.float32)}, file)

@@ -126,6 +126,8 @@ def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable
     wait_for(lambda: here.controller_url() == "http://c:2" and here.ready_info("trainer", 1))
     there.ready_file("controller").unlink()
     wait_for(lambda: here.controller_url() is None)
+    there.numbered(3)  # another launcher goes on with the run
+    wait_for(lambda: here.info().number == 3)
     write_json(here.ready_file("generation"), {"pid": 9, "url": "http://g:1"})
     beat = Heartbeat(pid=9, beats=1, turns=1, progress=4, doing="x" * 500, waits_for=None)
     heartbeat.write(here.heartbeat_file("generation"), beat)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import http.client
 import json
 import signal
 import subprocess
 import sys
+import threading
 import urllib.parse
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from blake3 import blake3
 
 from areal_core.api.access import authorization
@@ -123,6 +128,39 @@ def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
     assert not list(head_node.run.ready.iterdir())
 
 
+def test_a_version_of_rank_0_is_fetched_as_often_as_it_is_announced(
+    head_node: HeadNode, serve: Callable[[Callable[[], web.Application]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that takes longer than a request waits; the copy here may be damaged by the next time."""
+    monkeypatch.setattr(module, "_TAKE_S", 0.05)
+    alone = dataclasses.replace(head_node.config.launch, remote_roles="trainer", head_trains=False)
+    config = dataclasses.replace(head_node.config, launch=alone)
+    write_json(head_node.run.root / "config.json", config.to_dict())
+    made, arrives = head_node.publish(1), threading.Event()
+    data = weights.weights_file(Path(made.path)).read_bytes()
+    weights.release(head_node.run.weights, [1])
+
+    async def version(_: web.Request) -> web.Response:
+        await asyncio.to_thread(arrives.wait)
+        return web.Response(body=data)
+
+    def stager() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/versions/1", version)
+        return app
+
+    ask = Asked(head_node)
+    ask.hear("a", role="trainer", first=0)
+    body = json.dumps({"version": 1, "digest": made.digest, "url": serve(stager)}).encode()
+    assert ask("POST", "/nodes/a/versions", body)[0] == 202
+    arrives.set()
+    there = json.dumps({"path": made.path}).encode()
+    for _ in range(2):
+        wait_for(lambda: ask("POST", "/nodes/a/versions", body) == (200, there))
+        assert weights.is_whole(made)
+        weights.weights_file(Path(made.path)).write_bytes(bytes(len(data)))
+
+
 def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> None:
     run = head_node.run
     for name, index in (("controller", 0), ("trainer", 0), ("evaluator", 0)):
@@ -130,6 +168,7 @@ def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> Non
     heard = ask.hear()
     assert heard == {
         "run_id": "r",
+        "number": 0,
         "ended": None,
         "ready": {n: {"pid": 1, "url": None} for n in ("controller-0", "trainer-0")},
     }
