@@ -305,9 +305,10 @@ def repeat(folder: Path, seed: int, kills: int, *, steps: int) -> tuple[Struck, 
         alone.finished()
     target = Target(folder / "killed", seed, _synchronous(folder / "killed" / "state", steps))
     try:
-        for step in sorted(target.chance.sample(range(1, steps - 1), kills)):
+        for step in sorted(target.chance.sample(range(1, steps // 2), kills)):  # so that none comes after the end
             kind = target.chance.choice(_REPEATED)
             while not (target.working() and target.run.step() >= step and target.strike(kind, signal.SIGKILL)):
+                assert not target.run.run.summary.exists(), f"the run ended before it was killed at step {step}"
                 if target.over:
                     target.resume()
                 target.tick()
