@@ -470,6 +470,7 @@ def run_nodes(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file, request = tmp_path / "nodes.json", world.request()
     file.write_text(json.dumps(request))
     monkeypatch.setattr(nodes_command, "STATE", world.folder / "by-hand")
+    monkeypatch.setattr(nodes_command, "cloud_of", lambda foundation: world.cloud())
 
     def leased_nodes(request: dict[str, Any], state: Path, **options: Any) -> LeasedNodes:
         return LeasedNodes(request, state, leases=world.leases(), cloud=world.cloud(), length_s=30.0, **options)
@@ -502,6 +503,9 @@ def test_nodes_by_hand_live_until_they_expire(
         pass
     world.forward(EXPIRES_AT - world.clock().wall() + 10.0)
     assert ended_by_the_reaper(world).over_since == "2037-01-31T12:00:00Z"
+    capsys.readouterr()
+    assert run_nodes("hosts") == 0
+    assert capsys.readouterr().out == "No nodes.\n"  # whatever Terraform's state says
     assert run_nodes("destroy", "--yes") == 0
     assert (world.living(), lease_of(world)) == ({}, None)
 
