@@ -36,7 +36,7 @@ from areal_core.run.progress import describe
 from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
-from flows.comparison.trials import load_result, run_trial
+from flows.comparison.trials import TrialResult, load_result, run_trial
 from flows.page import Progress, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 COMPARISON = "areal-comparison"  # key of an artifact
 
-_TRIES = 2  # of a trial, after the restarts of its processes are spent; it resumes the same run
-_DELAYS_S = [0.0, 30.0, 30.0, 30.0, 30.0]  # before the next tries of a trial that can't start without MLflow
+_RETRIES = 1  # of a trial whose processes have spent their restarts; it resumes the same run
+_MLFLOW_TRIES, _MLFLOW_DELAY_S = 5, 30.0  # to start a trial while MLflow is away; they cost it no retry
 _PROGRESS_INTERVAL_S = 2.0
 _REASONS = 3  # of failed trials, in the state of the flow run
 
@@ -148,28 +148,38 @@ def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
         return None
 
 
-def _worth_another_try(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Asked by Prefect when a trial has failed; `state` holds the one that it returned, which holds the failure."""
     error = state.data.data if isinstance(state.data, State) else state.data  # the latter is a bug's
-    if isinstance(error, TrackingError):
-        return True
-    return isinstance(error, ArealError) and not isinstance(error, HOPELESS) and task_run.run_count < _TRIES
+    return isinstance(error, ArealError) and not isinstance(error, (TrackingError, *HOPELESS))  # MLflow was waited for
 
 
 @task(
     cache_policy=NO_CACHE,
     task_run_name="{planned.arm} seed {planned.seed}",
-    retries=len(_DELAYS_S),
-    retry_delay_seconds=_DELAYS_S,
+    retries=_RETRIES,
     retry_condition_fn=_worth_another_try,
 )
 def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
     """One run of the comparison, from its base model to its summary."""
     ended_before = _has_ended(planned)
-    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show)
+    result = _with_mlflow(planned, tags, progress)
     if result.failure is not None:
         return Failed(message=result.failure, data=result.error)
     return Completed(message="has ended before, not run again" if ended_before else None)
+
+
+def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> TrialResult:
+    """Run a trial; wait while MLflow is away and the trial can't start."""
+    log = get_run_logger()
+    for left in reversed(range(_MLFLOW_TRIES)):
+        result = run_trial(planned, tags=tags, log=log.info, on_status=progress.show)
+        if not isinstance(result.error, TrackingError) or not left:
+            break
+        log.warning("%s; another try in %.0f s", result.error, _MLFLOW_DELAY_S)
+        progress.note("waiting for MLflow")
+        time.sleep(_MLFLOW_DELAY_S)
+    return result
 
 
 @task(cache_policy=NO_CACHE)
@@ -221,7 +231,11 @@ class _Progress:
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
-        self.say(100.0 * before / trials, f"{self._trial} · starting")
+        self.note("starting")
+
+    def note(self, what: str) -> None:
+        """Why the trial does not run yet."""
+        self.say(100.0 * self._before / self._trials, f"{self._trial} · {what}")
 
     def show(self, status: RunStatus) -> None:
         """How far the trial is."""

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from areal_core.errors import ConfigError, ProvisionError, one_line
 from areal_core.run.command import Parser, run_command
-from flows.provision.leased import LeasedNodes
+from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.nodes import Host, Nodes
 from flows.provision.terraform import Plan
 from flows.stack import STATE
@@ -44,7 +44,9 @@ def main() -> None:
             if options.action == "plan":
                 _show(nodes.plan(replace=options.replace), console)
             else:
-                _list(nodes.hosts(), console)
+                cloud = cloud_of(nodes.variables["foundation"])
+                there = {found.id for found in cloud.found(nodes.run)}  # the reaper leaves Terraform's state as it is
+                _list([host for host in nodes.hosts() if host.id in there], console)
         return
 
     def agreed(plan: Plan) -> None:

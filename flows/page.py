@@ -66,6 +66,12 @@ class Progress:
             else:
                 self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
 
+    def link(self, key: str, address: str, text: str) -> None:
+        """Show a link, or not."""
+        shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
+        with seen_where_it_answers():
+            self._client.create_artifact(shown)
+
     def cancelled_unheard(self) -> bool:
         """Whether the flow run is to be cancelled and its worker, whose task that is, does nothing: after an outage of
         the server, Prefect's worker does not listen for it any more."""

@@ -29,7 +29,7 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
-from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, told
+from flows.page import Alerts, CancelUnheard, Progress, told
 from flows.shared import RESULT, SUMMARY, TRACKING
 
 THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
@@ -70,8 +70,7 @@ def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str 
     progress.show(0.0, "preparing")
     run_dir = prepare(config, run_id, flow_run_id)
     if page := tracking_page(run_dir.info()):
-        with seen_where_it_answers():
-            create_markdown_artifact(f"[The run in MLflow, while it goes on]({page})", TRACKING)
+        progress.link(TRACKING, page, "The run in MLflow, while it goes on")
     return run_dir
 
 

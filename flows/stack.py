@@ -11,7 +11,6 @@ AREAL_STATE_DIR is the folder to use in place of `.areal`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -26,7 +25,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from areal_core.config.fields import refuse_credentials
 from areal_core.config.groups import MLFLOW_CREDENTIALS
@@ -34,7 +33,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
 from areal_core.launch.supervisor import FileLock
 from areal_core.launch.sweeper import end_marked
-from areal_core.run.command import run_command
+from areal_core.run.command import Parser, run_command
 from areal_core.storage.rundir import write_json
 from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 
@@ -327,13 +326,20 @@ def _down() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.stack", description=__doc__)
-    parser.add_argument("command", choices=("up", "down", "serve"))
-    parser.add_argument("internal", nargs="*", help="of serve: owner and report")
-    arguments = parser.parse_args()
+    parser = Parser(prog="python -m flows.stack", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up")
+    commands.add_parser("down")
+    internal = commands.add_parser("serve")
+    internal.add_argument("owner", choices=("up", *get_args(Tied)))
+    internal.add_argument("report", type=int, help="descriptor of a pipe")
+    try:
+        arguments = parser.parse_args()
+    except ConfigError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2
     if arguments.command == "serve":
-        owner, report = arguments.internal
-        return serve(owner, int(report))
+        return serve(arguments.owner, arguments.report)
     return run_command(_up if arguments.command == "up" else _down)
 
 

@@ -69,6 +69,17 @@ class Aws:
             if kind == _INSTANCE:  # which use the others until they are gone
                 for id_ in ids:
                     self._wait(id_, confirm)
+                for id_ in self._ending({each.run for each in found if each.kind in (_PLACEMENT, _GROUP)}):
+                    self._wait(id_, confirm)
+
+    def _ending(self, runs: set[str]) -> list[str]:
+        """Ids of instances of these runs that are shutting down, whoever ended them; `found` leaves them out."""
+        if not runs:
+            return []
+        states = {"Name": "instance-state-name", "Values": ["shutting-down"]}
+        filters = [{"Name": f"tag:{_RUN}", "Values": sorted(runs)}, states]
+        pages = _told(lambda: list(_each(self._ec2, "describe_instances", "Reservations", Filters=filters)))
+        return [each["InstanceId"] for reservation in pages for each in reservation["Instances"]]
 
     def _wait(self, instance: str, confirm: Callable[[], None]) -> None:
         for _ in range(_LOOKS):

@@ -22,6 +22,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
@@ -50,7 +51,8 @@ _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
     r"|could not connect|connection was closed|unable to parse response"
-    r"|Saved plan is stale|IncorrectState|DependencyViolation|OperationAborted|interrupted|halted|canceled"
+    r"|Saved plan is stale|IncorrectState|OperationAborted|interrupted|halted|canceled"
+    r"|DependencyViolation|DeleteConflict|InvalidPlacementGroup\.InUse"  # what uses it is about to be gone
     r"|AlreadyExists|\.Duplicate",  # made by a call whose answer was lost: in no state, hence ended before the next try
     re.IGNORECASE,
 )
@@ -223,7 +225,7 @@ class LeasedNodes:
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
-            raise ProvisionError(f"run {self.run}: {', '.join(left)} could not be ended")
+            raise LeftError(f"run {self.run}: {', '.join(left)} could not be ended")
 
     def _apply(self, plan: Plan) -> None:
         self.check()
@@ -232,16 +234,7 @@ class LeasedNodes:
         self._nodes.terraform.apply(plan)
 
     def _tried(self, change: Callable[[], T]) -> T:
-        """What `change` gives; again, and again later, where it fails for reasons that pass."""
-        for pause_s in (_PAUSE_S, 2 * _PAUSE_S, 4 * _PAUSE_S):
-            try:
-                return self._once(change)
-            except (ProvisionError, StorageError) as error:
-                if not passes(error):
-                    raise
-                self._log(f"run {self.run}: trying again in {pause_s:g} s: {error}")
-                self._closing.wait(pause_s)
-        return self._once(change)
+        return tried(self.run, lambda: self._once(change), self._log, self._closing.wait)
 
     def _once(self, change: Callable[[], T]) -> T:
         self.check()
@@ -327,9 +320,28 @@ class LeasedNodes:
             self._log(f"run {self.run}: its lease was left as it is: {error}")
 
 
+class LeftError(ProvisionError):
+    """Something of a run is still there, or still listed, after it was ended."""
+
+
+def tried(
+    run: str, change: Callable[[], T], log: Callable[[str], None], pause: Callable[[float], object] = time.sleep
+) -> T:
+    """Return what `change` returns. It is called up to four times, while it fails for reasons that pass."""
+    for pause_s in (_PAUSE_S, 2 * _PAUSE_S, 4 * _PAUSE_S):
+        try:
+            return change()
+        except (ProvisionError, StorageError) as error:
+            if not passes(error):
+                raise
+            log(f"run {run}: trying again in {pause_s:g} s: {error}")
+            pause(pause_s)
+    return change()
+
+
 def passes(error: ProvisionError | StorageError) -> bool:
     """Whether the same may succeed a little later."""
-    if isinstance(error, KilledError | LockedError | StorageError):
+    if isinstance(error, KilledError | LockedError | LeftError | StorageError):
         return True
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 

@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from areal_core.errors import ArealError, ProvisionError
+from areal_core.errors import ArealError
 from areal_core.storage.objects import Storage
 from flows.provision.cost import Meter
-from flows.provision.leased import cloud_of
+from flows.provision.leased import LeftError, cloud_of, tried
 from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
-from flows.provision.nodes import NODE, Cloud, control_outputs
+from flows.provision.nodes import NODE, Cloud, Found, control_outputs
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
@@ -40,8 +41,8 @@ class Reaped:
     run: str
     owner: str = "-"
     over_since: str = "-"  # when the lease was over
-    ended: str = ""  # what was ended, and how
-    cost: str = "-"
+    ended: str = ""  # what was ended: how many of each kind
+    cost: str = "-"  # of all nodes of the run; "-" where it is not known whether there were any
     failed: str | None = None  # why it is to be tried again
 
     def __str__(self) -> str:
@@ -107,12 +108,8 @@ class Reaper:
         try:
             with self._taken(run) as held:
                 cloud = self._cloud_of(_foundation(held.lease, self._foundation))
-                found = cloud.found(run)
-                meter = Meter({}, held.lease.spent)
-                meter.observe((each for each in found if each.kind == NODE), self._leases.clock.wall())
-                cloud.end(found, held.confirm)
-                if left := cloud.found(run):
-                    raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
+                found, meter = set[Found](), Meter({}, held.lease.spent)
+                tried(run, partial(self._end_found, cloud, held, found, meter), self._log)
                 held.confirm()
                 self._forget(run)
                 held.release()
@@ -122,8 +119,17 @@ class Reaper:
             return self._told(replace(known, failed=str(error)))
         counts = Counter(each.kind for each in found)
         ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
-        dollars = meter.dollars()
-        return self._told(replace(known, ended=ended, cost="unknown" if dollars is None else f"${dollars:.2f}"))
+        return self._told(replace(known, ended=ended, cost=_cost(meter)))
+
+    def _end_found(self, cloud: Cloud, held: Held, found: set[Found], meter: Meter) -> None:
+        """End what the cloud holds of the run; `found` and `meter` learn of it. Raises LeftError."""
+        run = held.lease.run
+        there = cloud.found(run)
+        found.update(there)
+        meter.observe((each for each in there if each.kind == NODE), self._leases.clock.wall())
+        cloud.end(there, held.confirm)
+        if left := cloud.found(run):
+            raise LeftError(f"run {run}: {', '.join(map(str, left))} could not be ended")
 
     @contextlib.contextmanager
     def _taken(self, run: str) -> Iterator[Held]:
@@ -146,8 +152,10 @@ class Reaper:
         """What there is of runs without a lease. What there is is looked at first: its lease was there before."""
         try:
             found = self._cloud_of(self._foundation).found()
+            if not found:
+                return
             live = set(self._leases.live())
-            states = [PurePosixPath(name) for name in self._leases.storage.list(_STATES)] if found else []
+            states = [PurePosixPath(name) for name in self._leases.storage.list(_STATES)]
             known = {*self._leases.known(), *(path.stem for path in states if path.suffix == ".tfstate")}
         except ArealError as error:
             yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
@@ -162,6 +170,13 @@ class Reaper:
     def _told(self, reaped: Reaped) -> Reaped:
         self._log(str(reaped))
         return reaped
+
+
+def _cost(meter: Meter) -> str:
+    if not meter.noted()["nodes"]:
+        return "-"
+    dollars = meter.dollars()
+    return "unknown" if dollars is None else f"${dollars:.2f}"
 
 
 def _foundation(lease: Lease, default: Mapping[str, Any]) -> Mapping[str, Any]:

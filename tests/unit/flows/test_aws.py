@@ -10,6 +10,8 @@ import pytest
 from botocore.client import BaseClient
 from botocore.exceptions import ClientError
 from moto import mock_aws
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.ec2.models import ec2_backends
 
 from areal_core.storage.lease import LeaseLostError
 from flows.provision.aws import Aws
@@ -126,3 +128,25 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
         cloud.end(found, lambda: None)
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
     cloud.end([], lambda: None)
+
+
+def test_groups_are_ended_once_instances_that_are_shutting_down_are_gone(
+    account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = account.make("first")
+    instance: Any = ec2_backends[DEFAULT_ACCOUNT_ID][REGION].get_instance(first["aws_instance"])
+    instance._state.name, instance._state.code = "shutting-down", 32  # it powers itself off, with the lease
+    listed: list[set[str]] = []
+
+    def pass_(seconds: float) -> None:
+        listed.append({each.kind for each in cloud.found("first")})
+        if len(listed) == 2:
+            instance._state.name, instance._state.code = "terminated", 48
+
+    monkeypatch.setattr("flows.provision.aws.time.sleep", pass_)
+    cloud = Aws(REGION, account.network)
+    found = cloud.found("first")
+    assert "aws_instance" not in {each.kind for each in found}
+    cloud.end(found, lambda: None)
+    assert listed == [{each.kind for each in found}] * 2
+    assert cloud.found("first") == []

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prefect.client.schemas.objects import TaskRun
@@ -19,22 +20,36 @@ from flows.provision.reaper import Reaped
 
 
 @pytest.mark.parametrize(
-    ("error", "tries"),
+    ("error", "again"),
     [
-        (ProcessError("trainer-0 was killed"), 2),
-        (TrackingError("gone"), 6),  # MLflow is waited for
-        (DivergenceError("loss nan"), 1),
-        (ConfigError("seed: no"), 1),
-        (KeyError("a bug"), 1),
+        (ProcessError("trainer-0 was killed"), True),
+        (TrackingError("gone"), False),  # the trial has waited for MLflow itself
+        (DivergenceError("loss nan"), False),
+        (ConfigError("seed: no"), False),
+        (KeyError("a bug"), False),
     ],
 )
 @pytest.mark.parametrize("returned", [True, False])
-def test_only_what_may_end_otherwise_is_tried_again(error: Exception, tries: int, returned: bool) -> None:
+def test_only_what_may_end_otherwise_is_tried_again(error: Exception, again: bool, returned: bool) -> None:
     state: Any = Failed(data=Failed(message=str(error), data=error) if returned else error)  # as Prefect wraps them
     task: Any = compare.trial
-    again = [_worth_another_try(task, TaskRun.model_construct(run_count=count), state) for count in range(1, 6)]
-    assert again == [count < tries for count in range(1, 6)]
-    assert compare.trial.retries == 5
+    assert _worth_another_try(task, TaskRun.model_construct(run_count=2), state) == again
+    assert task.retries == 1
+
+
+@pytest.mark.parametrize(("away", "tries"), [(1, 2), (99, 5)])
+def test_waiting_for_mlflow_costs_a_trial_no_retry(monkeypatch: pytest.MonkeyPatch, away: int, tries: int) -> None:
+    gone, failed = TrackingError("gone"), ProcessError("trainer-0 was killed")
+    errors = [gone] * away + [failed]
+    run_trial = MagicMock(side_effect=[SimpleNamespace(error=error, failure=str(error)) for error in errors])
+    for name, value in {"run_trial": run_trial, "_has_ended": lambda _: False, "_MLFLOW_DELAY_S": 0.0}.items():
+        monkeypatch.setattr(compare, name, value)
+    progress: Any = MagicMock()
+    with disable_run_logger():
+        state = compare.trial.fn(MagicMock(), {}, progress)
+    assert state.data is (gone if tries <= away else failed)
+    assert run_trial.call_count == tries
+    assert [call.args for call in progress.note.call_args_list] == [("waiting for MLflow",)] * (tries - 1)
 
 
 @pytest.mark.parametrize("done", [True, False])

@@ -17,17 +17,18 @@ from typing import Any
 
 import pytest
 
-from areal_core.errors import ProcessError, ProvisionError
+from areal_core.errors import ProcessError, ProvisionError, StorageError
 from areal_core.run.command import run_command
 from areal_core.storage.lease import LeaseLostError
 from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import HeldError, name_of
+from flows.provision.leases import Claimant, HeldError, Leases, name_of
+from flows.provision.nodes import Found
 from flows.provision.reaper import Reaped
 from flows.provision.terraform import Plan, Terraform
 from tests.provisioning import ledger
-from tests.provisioning.world import RUN, World
+from tests.provisioning.world import RUN, ScriptedCloud, World
 from tests.support import signals
 
 NAMES = ["generation-0", "generation-1", "trainer-0"]
@@ -357,6 +358,56 @@ def test_what_a_reaper_did_not_end_the_next_one_does(world: World) -> None:
     assert world.living() == {}
 
 
+@pytest.mark.parametrize("fault", [("cloud:found", "throttling"), ("cloud:end", "unavailable", 1)])
+def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World, fault: tuple[str, str]) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    struck(world, fault)
+    reaped = ended_by_the_reaper(world)
+    assert reaped.ended == "3 aws_instance, 2 aws_launch_template, 1 aws_security_group"  # in all tries
+    assert len(world.struck()) == 1
+
+
+@pytest.mark.parametrize("code", ["DependencyViolation", "DeleteConflict", "InvalidPlacementGroup.InUse"])
+def test_what_is_still_used_is_ended_a_little_later(code: str) -> None:
+    assert leased.passes(ProvisionError(f"aws: An error occurred ({code}) when calling the Delete operation: in use"))
+
+
+def test_what_the_cloud_still_lists_is_looked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    role, looks = Found(kind="aws_iam_role", id="areal-r", run=RUN), list[str | None]()
+
+    def found(self: ScriptedCloud, run: str | None = None) -> list[Found]:
+        looks.append(run)
+        return [role] if len(looks) <= 3 else []
+
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    monkeypatch.setattr(ScriptedCloud, "found", found)
+    monkeypatch.setattr(ScriptedCloud, "end", lambda *_: None)
+    (reaped,) = world.reaper("r").reap()
+    assert (reaped.failed, reaped.ended) == (None, "1 aws_iam_role")
+
+
+def test_cost_is_unknown_where_no_node_was_ever_seen(world: World) -> None:
+    world.leases().acquire(RUN, Claimant(owner="o", by="flow", where="w"), 30.0, request=None)  # and its flow dies
+    world.forward(40.0)
+    reaped = ended_by_the_reaper(world)
+    assert (reaped.ended, reaped.cost) == ("nothing was left", "-")
+
+
+def test_empty_cloud_is_swept_without_the_store(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise StorageError("away")
+
+    reaper = world.reaper("r")
+    monkeypatch.setattr(Leases, "known", away)
+    assert reaper.reap() == []
+    ledger.make(str(world.folder), RUN, "aws_instance", "stray", "trainer")
+    assert [one.failed for one in reaper.reap()] == ["the sweep: away"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -419,6 +470,7 @@ def run_nodes(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file, request = tmp_path / "nodes.json", world.request()
     file.write_text(json.dumps(request))
     monkeypatch.setattr(nodes_command, "STATE", world.folder / "by-hand")
+    monkeypatch.setattr(nodes_command, "cloud_of", lambda foundation: world.cloud())
 
     def leased_nodes(request: dict[str, Any], state: Path, **options: Any) -> LeasedNodes:
         return LeasedNodes(request, state, leases=world.leases(), cloud=world.cloud(), length_s=30.0, **options)
@@ -451,6 +503,9 @@ def test_nodes_by_hand_live_until_they_expire(
         pass
     world.forward(EXPIRES_AT - world.clock().wall() + 10.0)
     assert ended_by_the_reaper(world).over_since == "2037-01-31T12:00:00Z"
+    capsys.readouterr()
+    assert run_nodes("hosts") == 0
+    assert capsys.readouterr().out == "No nodes.\n"  # whatever Terraform's state says
     assert run_nodes("destroy", "--yes") == 0
     assert (world.living(), lease_of(world)) == ({}, None)
 
