@@ -392,6 +392,15 @@ def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[Rewar
     assert f"completion:\n        {text}" in str(verdict.failure)
 
 
+NOWHERE = EnvironmentConfig(verifier="nowhere:verify")
+UNKNOWN = r"^environment\.verifier: nowhere:verify can't be imported"
+
+
 def test_module_that_can_not_be_imported_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
-        outcome("1", replace(CONFIG, environment=EnvironmentConfig(verifier="nowhere:verify")))
+    with pytest.raises(ConfigError, match=UNKNOWN):
+        outcome("1", replace(CONFIG, environment=NOWHERE))
+
+
+async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
+    with pytest.raises(ConfigError, match=UNKNOWN):
+        await group_pool(environment=NOWHERE).begin(asked(), apart=True).advance(arrivals(completion("#3", [0, 0, 0])))
