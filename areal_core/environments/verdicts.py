@@ -62,6 +62,17 @@ Verifier = Callable[[Prompt, str], "float | Verdict"]
 nothing about the completion; after a RewardError the whole group is tried again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A Verifier that finds each verdict in a process of its own, where a Judge has called the user's verifier. What it
+    raises is not the user's."""
+
+    find: Callable[[Prompt, str], Verdict]
+
+    def __call__(self, task: Prompt, text: str) -> Verdict:
+        return self.find(task, text)
+
+
 def _score(found: Any) -> float:
     said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
     try:
@@ -82,9 +93,11 @@ class Judge:
 
     def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
         """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
-        Raises RewardError where the verifier does."""
+        Raises RewardError where the verifier does, and what an Apart raises."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
+        if isinstance(self._verify, Apart):
+            return self._verify(task, text)
         global _now
         _now = self._name, task, text
         limit(_limit_s)

@@ -66,7 +66,8 @@ def adopt(ready_file: Path | None = None) -> None:
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send `signum` when the thread that spawned this process ends; enough for pool workers.
 
-    A parent that was gone before the call is noticed too. Raises OSError where the kernel refuses.
+    A parent that goes during the call is noticed too, and in a process of multiprocessing one that was gone before.
+    Raises OSError where the kernel refuses.
     """
     spawner = multiprocessing.parent_process()
     parent = os.getppid() if spawner is None else spawner.pid

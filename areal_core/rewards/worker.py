@@ -34,7 +34,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Verdict
+from areal_core.environments.verdicts import Apart, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
@@ -42,6 +42,7 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Outcome, Prompt
 
 _START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
+_OPEN_S = 120.0  # for the verifier of a process to be imported
 _LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
 _STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
@@ -63,7 +64,7 @@ def _is_apart(message: Any) -> bool:
 
 def time_limit(message: Any, limit_s: float) -> float:
     """Seconds that a worker has for a message, where one verdict has `limit_s`."""
-    each_s = limit_s + _START_S if _is_apart(message) else limit_s
+    each_s = limit_s + _START_S + _OPEN_S if _is_apart(message) else limit_s
     return each_s * max(1, len(getattr(message, "completions", ())))
 
 
@@ -267,22 +268,39 @@ _running: GroupRollout | None = None  # in a worker: the group that its message 
 
 def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text, from a worker of its own. Raises RewardTimeoutError with its stack for a verifier that
-    hangs, VerifierError for one that ends its process or can't be imported, and what the verifier raises."""
+    hangs, VerifierError for one that ends its process, ConfigError for one that can't be imported, what the verifier
+    raises, and RewardError where no worker starts, which says nothing about the verifier."""
     worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
     name = config.environment.judged_by
     try:
-        found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
+        found = _open(worker, name, prompt, text)
+        if found is None:
+            found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
     except RewardTimeoutError as error:
         said = str(error)  # in native code it could not say more
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
     except RewardWorkerError:
-        how = f"it ended its process, with status {worker.process.wait()}"
+        worker.kill()
+        how = f"it ended its process, with status {worker.process.returncode}"
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
     finally:
         worker.kill()
     if isinstance(found, ArealError):
         raise found
     return found
+
+
+def _open(worker: WorkerProcess, name: str, prompt: Prompt, text: str) -> ArealError | None:
+    """Start a worker and have it import its verifier. Neither counts as time for the verdict."""
+    try:
+        worker.start()
+    except RewardWorkerError as error:
+        raise RewardError(f"no process for a verdict: {error}") from error
+    try:
+        return worker.ask(None, _OPEN_S)
+    except RewardTimeoutError:
+        how = f"it was not imported within {_OPEN_S:g} s"
+        raise RewardTimeoutError(verdicts.told(name, how, prompt, text)) from None
 
 
 def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
@@ -293,14 +311,19 @@ def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
         return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
 
 
-def _verdict(config: RunConfig, judged: tuple[Prompt, str]) -> Verdict:
-    """In a worker: in an event loop, as environments call a verifier."""
-    judge = open_judge(config)
+def _verdict(config: RunConfig, judged: tuple[Prompt, str] | None) -> Verdict | None:
+    """In a worker: in an event loop, as environments call a verifier. None: only import the verifier."""
+    judge = _judge(config)
+    if judged is None:
+        return None
 
     async def verdict() -> Verdict:
         return judge(*judged, truncated=False)
 
     return _loop().run_until_complete(verdict())
+
+
+_judge = functools.cache(open_judge)
 
 
 def _failed(failure: str) -> None:
@@ -310,5 +333,5 @@ def _failed(failure: str) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
-    verify = functools.partial(judged_apart, config) if apart else None
+    verify = Apart(functools.partial(judged_apart, config)) if apart else None
     return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)

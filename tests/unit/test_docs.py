@@ -1,4 +1,4 @@
-"""Documentation: every link resolves, and nothing tells a user to install another project."""
+"""Documentation: links resolve, tests named exist, and nothing tells a user to install another project."""
 
 import re
 from pathlib import Path
@@ -28,6 +28,18 @@ def test_links_resolve(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+EXAMPLES = {"test_what_another_rank_finds_damaged_no_rank_takes", "test_resume_skips_damaged_checkpoint"}  # of names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    files = {str(path.relative_to(ROOT / "tests")): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    known = {*files, *(Path(file).name for file in files), *EXAMPLES}
+    known.update(re.findall(r"def (test_\w+)", "\n".join(files.values())))
+    named = re.findall(r"(?:[\w/]+/)?\btest_\w+(?:\.py)?", page.read_text())
+    assert {name.removeprefix("tests/") for name in named} - known == set()
 
 
 def test_nothing_installs_another_project() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_core.algorithm.advantages import ADVANTAGES
-from areal_core.algorithm.divergences import KL_TERMS, k3
+from areal_core.algorithm.divergences import KL_TERMS, k2, k3
 from areal_core.algorithm.losses import _NUMBERS, LossStats, policy_loss
 from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
@@ -90,6 +90,27 @@ def test_entropy_is_a_bonus():
     assert entropy.grad.tolist() == pytest.approx([-0.2 / 4, -0.1 / 4, 0])
     assert stats.sums["policy/entropy"] == pytest.approx(1.0)
     assert loss_and_gradient(SAMPLE, CONFIG)[0] != loss.item()
+
+
+def test_estimators_and_the_divergence_that_they_estimate():
+    """Over all tokens of two small distributions rather than a sample: means are exact."""
+    logits, other = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits.requires_grad_()
+    theta, ref = logits.log_softmax(0), other.log_softmax(0)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return (theta.detach().exp() * values).sum()
+
+    def slope(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    divergence, backwards = (theta.exp() * (theta - ref)).sum(), (ref.exp() * (ref - theta)).sum()
+    x = ref - theta
+    assert [mean(-x).item(), mean(k3(x)).item()] == pytest.approx([divergence.item()] * 2)
+    torch.testing.assert_close(slope(mean(k2(x))), slope(divergence))
+    torch.testing.assert_close(slope(mean(k3(x))), slope(backwards))
+    torch.testing.assert_close(slope(mean(theta * -x.detach())), slope(divergence))  # k1 as a penalty of advantages
+    torch.testing.assert_close(slope(mean(-x)), torch.zeros_like(other))  # and as a term of the loss
 
 
 def test_k3_is_accurate_for_engines_that_almost_agree():

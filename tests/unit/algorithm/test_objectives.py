@@ -233,6 +233,16 @@ def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
     assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
 
 
+@pytest.mark.parametrize("d", [2, 3, 6])
+def test_a3po_has_the_gradient_of_standard_ppo_under_a_clip_that_widens_with_staleness(d: int):
+    """w u = pi_theta / pi_behav = q, and u = q^(1/d) is clipped where q leaves the d-th powers of the bounds."""
+    tokens = replace(sample(6), staleness=torch.full((40,), d - 1))
+    wide = replace(CONFIG, clip_eps=1 - 0.8**d, clip_eps_high=1.2**d - 1)
+    gradient = differentiated(a3po, tokens, CONFIG)[1]
+    assert gradient == pytest.approx(differentiated(standard, tokens, wide)[1])
+    assert gradient != pytest.approx(differentiated(standard, tokens, CONFIG)[1])
+
+
 # -- completions -----------------------------------------------------------------------------------------------
 
 
@@ -297,6 +307,29 @@ def test_gspo_without_a_proximal_policy_has_the_published_ratio():
         assert both[0] == pytest.approx(both[1])
 
 
+def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient():
+    current, mean = COMPLETIONS.current.clone().requires_grad_(), of(0.0).sum()
+    for number in (0, 1, 2, 4):
+        at = COMPLETIONS.mask & (COMPLETIONS.sequence == number)
+        ratio = (current - COMPLETIONS.proximal)[at].mean().exp()
+        weight = (COMPLETIONS.proximal - COMPLETIONS.behaviour)[at].mean().exp()
+        advantage = COMPLETIONS.advantages[at][0]
+        mean = mean + weight * torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) / 4
+    loss = policy_loss(replace(COMPLETIONS, current=current), TENTH, denominator=4).loss
+    torch.testing.assert_close(loss, -mean)
+    torch.testing.assert_close(torch.autograd.grad(loss, current), torch.autograd.grad(-mean, current))
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_gspo_of_completions_of_one_token_is_ppo(stale: bool):
+    tokens = replace(sample(13), sequence=torch.arange(40), sequences=40)
+    tokens = tokens if stale else replace(tokens, proximal=None)
+    config = replace(CONFIG, clip_eps=0.05, behaviour_cap=1.1)
+    assert differentiated(gspo, tokens, config) == differentiated(decoupled, tokens, config)
+    assert flags(gspo(tokens, config)) == flags(decoupled(tokens, config))
+    assert differentiated(gspo, sample(13), config) != differentiated(decoupled, sample(13), config)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_neither_order_nor_number_of_completions_matters(name: str):
     tokens = sample(14)
@@ -314,7 +347,13 @@ def test_neither_order_nor_number_of_completions_matters(name: str):
     )
 
 
-# -- CISPO -----------------------------------------------------------------------------------------------------
+def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():
+    tokens, free = sample(15), replace(CONFIG, clip_eps=1e9)
+    gradient = differentiated(cispo, tokens, free)[1]
+    assert gradient == pytest.approx(differentiated(standard, tokens, free)[1])
+    weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
+    assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
+    assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])
 
 
 # -- the registry ----------------------------------------------------------------------------------------------

@@ -392,6 +392,40 @@ def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[Rewar
     assert f"completion:\n        {text}" in str(verdict.failure)
 
 
+NOWHERE = EnvironmentConfig(verifier="nowhere:verify")
+UNKNOWN = r"^environment\.verifier: nowhere:verify can't be imported"
+
+
 def test_module_that_can_not_be_imported_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
-        outcome("1", replace(CONFIG, environment=EnvironmentConfig(verifier="nowhere:verify")))
+    with pytest.raises(ConfigError, match=UNKNOWN):
+        outcome("1", replace(CONFIG, environment=NOWHERE))
+
+
+async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
+    with pytest.raises(ConfigError, match=UNKNOWN):
+        await group_pool(environment=NOWHERE).begin(asked(), apart=True).advance(arrivals(completion("#3", [0, 0, 0])))
+
+
+def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_START_S", 1e-3)
+    with pytest.raises(RewardError, match="did not start") as failed:
+        judged_apart(CONFIG, PROMPT, "1")
+    assert type(failed.value) is RewardError  # the group is tried again; no worker is counted as lost
+
+
+@pytest.mark.parametrize(
+    ("at_import", "found"),
+    [
+        ("time.sleep(1.5)", "None"),  # longer than rollout.reward_timeout_s
+        ("time.sleep(60)", "environment.verifier own_module:verify: it was not imported within 3 s"),
+        ("os._exit(3)", "environment.verifier own_module:verify: it ended its process, with status 3"),
+    ],
+)
+def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.MonkeyPatch, at_import, found) -> None:
+    (tmp_path / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(worker, "_OPEN_S", 3.0)
+    verdict = judged_apart(replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify")), PROMPT, "#2")
+    assert str(verdict.failure).split("\n")[0] == found
+    assert verdict.outcome is (Outcome.CORRECT if found == "None" else Outcome.TIMED_OUT)
+    assert found == "None" or "completion:\n        #2" in str(verdict.failure)
