@@ -45,7 +45,7 @@ _ROLES = {  # by their command lines
     "launcher": r"-m areal_core( |$)",
     "sweeper": r"sweeper\.py",
     "controller": r"controller\.service",
-    "reward workers": r"multiprocessing",
+    "reward workers": r"rewards\.worker import serve",
     "generation": r"server\.routes.*ready/generation-",
     "evaluation": r"server\.routes.*ready/evaluation-",
     "trainer": r"training\.trainer",

@@ -22,7 +22,7 @@ CONTROLLER = r"areal_core\.controller\.service"
 TRAINER = r"areal_core\.training\.trainer"
 SERVER = r"areal_core\.generation\.server\.routes.*ready/generation-"
 EVALUATION = r"areal_core\.generation\.server\.routes.*ready/evaluation-"
-REWARD = r"multiprocessing-fork"
+REWARD = r"areal_core\.rewards\.worker import serve"
 EVALUATOR = r"areal_core\.evaluation\.evaluator"
 TRACKER = r"areal_core\.tracking( |$)"
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.faults.points import POINTS, Point, environment, is_wrappable
+from areal_core.rewards.worker import WorkerProcess
+from tests.faults.points import POINTS, REWARD, Point, environment, is_wrappable
 
 _PROGRAM = """
 import asyncio
@@ -36,6 +39,15 @@ class Thing:
 def test_every_point_has_a_name_and_a_function_of_its_own() -> None:
     assert [point.name for point in POINTS if not is_wrappable(point.resolve())] == []
     assert len({point.name for point in POINTS}) == len(POINTS)
+
+
+def test_reward_workers_are_known_by_their_command_line() -> None:
+    worker = WorkerProcess(str, 0, None)
+    try:
+        command = " ".join(psutil.Process(worker.process.pid).cmdline())
+    finally:
+        worker.kill()
+    assert re.search(REWARD, command)
 
 
 def struck(tmp_path: Path, target: str, when: str, action: str = "kill", **fields: Any) -> tuple[int, str | None]:
