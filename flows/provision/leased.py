@@ -6,8 +6,8 @@ terraform is at ends with the lease. Then what an earlier holder may have left i
 - A lock of Terraform's state that is older than the lease is removed. Its terraform has ended: it ends with the process
   that started it, and at the latest with the lease under which that was (guard.py); and this lease was taken once that
   one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
-- A state that could not be stored, and lies in the folder, is stored.
-- What the cloud holds of the run and no state does, as it was made in the moment of a death, is ended.
+- What the cloud holds of the run and no state does, as it was made in the moment of a death or its state could not be
+  stored, is ended.
 - Where the earlier holder was ending the nodes, all that there is is ended before anything is made: he may stand still
   before his last call, and go on later. By then what it names is gone, and its name is not given again (aws.py).
 
@@ -252,7 +252,6 @@ class LeasedNodes:
         self._held.renew(anew=self._failed, ending=ending or None)
         self._failed = False
         self._unlock()
-        self._nodes.terraform.store_unstored()
         if found := self._cloud.found(self.run):
             held = set() if begun else self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -41,8 +40,6 @@ _TOLD = ("apply_start", "apply_complete", "apply_errored")  # of what it prints,
 _RULE = "This was checked by the validation rule"  # how it ends what is wrong with a variable
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _MACHINE = ("-input=false", "-json")
-_UNSTORED = "errored.tfstate"  # where it leaves a state that it could not store
-_SUPERSEDED = re.compile("cannot (import|overwrite)", re.IGNORECASE)
 _LOCKED = "acquiring the state lock"
 _LATE_S = 0.5  # for a guard to see that what it guards is to be killed
 
@@ -113,9 +110,7 @@ class Terraform:
         self._stop_at = math.inf  # by CLOCK_BOOTTIME
 
     def init(self) -> None:
-        """Make the working copy, and connect it with the state. A state that could not be stored is kept."""
-        with contextlib.suppress(FileNotFoundError):
-            (self._root / _UNSTORED).replace(self._folder / _UNSTORED)
+        """Make the working copy, and connect it with the state."""
         shutil.rmtree(self._folder / "copy", ignore_errors=True)
         self._remove_plans()
         shutil.copytree(INFRA, self._folder / "copy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
@@ -161,21 +156,6 @@ class Terraform:
             for instance in each["instances"]
             if instance["attributes"].get("id")
         }
-
-    def store_unstored(self) -> None:
-        """Store the state that an earlier process could not store, if there is one. It is dropped where the stored one
-        has gone on without it."""
-        for path in (self._root / _UNSTORED, self._folder / _UNSTORED):
-            if not path.exists():
-                continue
-            try:
-                self._call("state", "push", self._lock, str(path))
-                self._log("terraform: stored the state that could not be stored before")
-            except ProvisionError as error:
-                if not _SUPERSEDED.search(str(error)):
-                    raise
-                self._log("terraform: the state that could not be stored is no longer the newest one")
-            path.unlink()
 
     def unlock(self, lock: str) -> None:
         """Remove the lock of this id, which nobody holds any more."""
