@@ -8,21 +8,25 @@ run's. Shares are flow runs, which nodes take from the queue of their role; a sh
     a share that has failed or crashed                         is given out again, `launch.restarts` times
     the leading share has ended                                the run has
 
-Without Prefect and Terraform: `Work` and `Supply` stand for them.
+Without Prefect and Terraform of its own: `Shares` and `LeasedNodes` have them.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from flows.provision.nodes import Host
+
+if TYPE_CHECKING:
+    from flows.provision.leased import LeasedNodes
+    from flows.shares import Shares
 
 _AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
 _VAIN = 10  # such tries, while nobody trains
@@ -33,7 +37,6 @@ class Stage(Enum):
     """What has become of a share."""
 
     WAITS = "waits"  # for a node
-    CHECKS = "checks"  # its node
     RUNS = "runs"
     DONE = "done"
     RECLAIMED = "reclaimed"  # with its node
@@ -44,7 +47,7 @@ class Stage(Enum):
 
     @property
     def over(self) -> bool:
-        return self not in (Stage.WAITS, Stage.CHECKS, Stage.RUNS)
+        return self not in (Stage.WAITS, Stage.RUNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,6 @@ class Seen:
     stage: Stage
     node: str | None  # the cloud's id of the node that has it
     message: str
-
-
-class Work(Protocol):
-    """Where shares are given out."""
-
-    def give(self, role: str, index: int) -> str:
-        """Give a share out; its id."""
-        ...
-
-    def seen(self, ids: Iterable[str]) -> Mapping[str, Seen]: ...
-
-    def lose(self, share: str, reason: str) -> None:
-        """Nobody has this share any more."""
-        ...
-
-    def silent_s(self) -> Mapping[str, float]:
-        """For how long workers have been silent, in seconds, by the ids of their nodes."""
-        ...
-
-
-class Supply(Protocol):
-    """Where nodes come from."""
-
-    def replace(self, names: Iterable[str]) -> list[Host]:
-        """All nodes, once those that are named are other ones. Raises ProvisionError."""
-        ...
 
 
 @dataclass
@@ -106,8 +83,8 @@ class Fleet:
         self,
         config: ProvisionConfig,
         hosts: Iterable[Host],
-        work: Work,
-        supply: Supply | None,
+        work: Shares,
+        supply: LeasedNodes | None,
         *,
         restarts: int,
         log: Callable[[str], None] = print,
@@ -127,7 +104,6 @@ class Fleet:
         self._replaced: dict[str, str] = {}  # what is being replaced
         self._not_before = 0.0
         self._vain = 0
-        self.closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "replace")
         self.shares = [
             Share(role, index, work.give(role, index))
@@ -141,13 +117,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for what is being replaced, as nodes must not come after the end; but not where this process is asked
         to end: `supply` then has to see to it."""
-        self.closed = True
         self._thread.shutdown(wait=kind is None or issubclass(kind, Exception), cancel_futures=True)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every share is with a node that is as it should be, or over."""
-        return all(share.seen.stage is Stage.RUNS or share.seen.stage.over for share in self.shares)
 
     @property
     def over(self) -> bool:
@@ -162,9 +132,10 @@ class Fleet:
     def leading(self) -> Share:
         return self.shares[0]
 
-    def ended(self, role: str) -> bool:
-        """Whether every share of a role has."""
-        return all(share.seen.stage.over for share in self.of(role))
+    @property
+    def ended(self) -> bool:
+        """Whether every share has."""
+        return all(share.seen.stage.over for share in self.shares)
 
     def of(self, role: str) -> list[Share]:
         return [share for share in self.shares if share.role == role]
@@ -187,7 +158,7 @@ class Fleet:
 
     def _changed(self, share: Share) -> None:
         stage, why = share.seen.stage, share.seen.message
-        if stage is Stage.CHECKS:
+        if stage is Stage.RUNS:
             self._log(f"{share.name}: node {share.seen.node} has it")
         elif stage is Stage.REFUSED:
             raise ConfigError(why)

@@ -39,7 +39,6 @@ from flows.roles import THREADS, opened, report, run_roles
 from flows.shared import HOPELESS, PROGRESS
 from flows.shares import (
     BAD_NODE,
-    CHECKED,
     FINISH,
     NODE,
     RECLAIMED,
@@ -83,7 +82,6 @@ def areal_node(
         mark(client, flow_run.id, f"{NODE}{node}")
         if wrong := troubles(config, by_role(config)[role], api):
             return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {'; '.join(wrong)}")
-        mark(client, flow_run.id, CHECKED)
     with Notice(log) as notice:
         try:
             if role == "trainer" and index == 0:

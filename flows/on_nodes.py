@@ -1,9 +1,9 @@
 """A run on nodes of its own, for the flow `areal`.
 
-    provision -> bootstrap -> [ generate | train ] -> teardown
+    provision -> the nodes' shares -> teardown -> bill
 
-`train` has the head node: what trains, rolls out, evaluates and tracks. This process only looks after the nodes and
-their shares (`flows.fleet`): it may be anywhere, as long as it reaches Prefect's API and, for a cloud, the cloud's.
+The head node has the first share: what trains, rolls out, evaluates and tracks. This process only looks after the nodes
+and their shares (`flows.fleet`): it may be anywhere, as long as it reaches Prefect's API and, for a cloud, the cloud's.
 Where it dies, the run goes on until its lease is over; started again, it finds nodes and shares as they are.
 """
 
@@ -94,13 +94,6 @@ def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[],
     hosts = _given(config, shares()) if nodes is None else nodes.make(_show_plan)
     get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
     return hosts
-
-
-@task(cache_policy=NO_CACHE)
-def wait(fleet: Fleet, done: Callable[[], bool]) -> None:
-    """Until nodes have come as far as `done` tells, or nobody looks after them any more."""
-    while not done() and not fleet.closed:
-        time.sleep(_LOOK_S)
 
 
 @task(cache_policy=NO_CACHE)
@@ -229,12 +222,6 @@ def _watch(
     fleet: Fleet, nodes: LeasedNodes | None, progress: Progress, client: SyncPrefectClient, alerts: Alerts
 ) -> None:
     """Look after nodes and shares until the run has ended in order."""
-    waited_for: dict[str, Callable[[], bool]] = {
-        "bootstrap": lambda: fleet.ready,  # every node is up, was looked at, and has its share of the run
-        "generate": lambda: fleet.ended("generation"),
-        "train": lambda: fleet.ended("trainer"),
-    }
-    tasks = [wait.with_options(name=name).submit(fleet, done) for name, done in waited_for.items()]
     while not fleet.over:
         time.sleep(_LOOK_S)
         if nodes is not None:
@@ -248,13 +235,10 @@ def _watch(
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
     deadline = time.monotonic() + _SEE_S  # the other nodes see for themselves that the run has ended
-    while time.monotonic() < deadline and not (fleet.ended("generation") and fleet.ended("trainer")):
+    while time.monotonic() < deadline and not fleet.ended:
         time.sleep(_LOOK_S)
         with seen_where_it_answers():
             fleet.look()
-    fleet.closed = True  # nobody looks any more: no task waits for a node that has not seen it
-    for each in tasks:
-        each.wait()
 
 
 def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) -> None:

@@ -3,8 +3,8 @@
 Where a run's head node is, and the run's token, which its other nodes need to join, is in a secret block of Prefect's:
 the head node writes it, and the flow that ends the nodes deletes it.
 
-A node says by tags of its flow run where it is (`node:ID`) and that it is as it should be (`checked`), and by the name
-of the final state what has become of its share.
+A node says by a tag of its flow run where it is (`node:ID`), and by the name of the final state what has become of its
+share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from flows.provision.request import ROLES, by_role, queue
 
 DEPLOYMENT = "areal-node/node"
 REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
-CHECKED = "checked"
 NODE = "node:"  # and its id
 FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why
 _BLOCK = "secret"  # type of the block
@@ -64,7 +63,7 @@ class Whereabouts:
 
 
 class Shares:
-    """The shares of one run, given out through Prefect: a `flows.fleet.Work`."""
+    """The shares of one run, given out through Prefect: what `flows.fleet` gives out."""
 
     def __init__(
         self, client: SyncPrefectClient, config: RunConfig, run_id: str, parameters: Mapping[str, Any]
@@ -201,4 +200,4 @@ def _seen(run: FlowRun) -> Seen:
         return Seen(Stage.WAITS, None, message)
     if state.is_final():
         return Seen(_BY_NAME.get(state.name or "", _BY_TYPE[state.type]), node, message)
-    return Seen(Stage.RUNS if CHECKED in run.tags else Stage.CHECKS, node, message)
+    return Seen(Stage.RUNS, node, message)

@@ -3,8 +3,8 @@
 One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
 in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it holds a lifeline to that
 command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
-stale pid means nothing; `.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points
-wait; Prefect's server is started again a few times. Without it, or the worker, the stack ends. The environment wins: a
+stale pid means nothing; `.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started
+again a few times; runs go on meanwhile. With the worker the stack ends. The environment wins: a
 server that PREFECT_API_URL (or an explicit Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
 AREAL_STATE_DIR is the folder to use in place of `.areal`.
 """
@@ -48,7 +48,7 @@ Owner = Literal["up", Tied]
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
 _LOOK_S = 0.5  # for which a check whether a stack runs may hold its lock
 _claims: list[socket.socket] = []  # of ports, for as long as this process lives
-_PREFECT_RESTARTS = 3
+_RESTARTS = 3
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
 
@@ -213,13 +213,13 @@ def _start(services: Services, owner: Owner) -> Stack:
         # By default any site that is open in a browser on this machine may have the worker run its commands.
         pages = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
         settings = prefect_environment(prefect_api) | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
-        services.start("prefect-server", argv, settings, restarts=_PREFECT_RESTARTS)
+        services.start("prefect-server", argv, settings, restarts=_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
         mlflow_uri = f"http://127.0.0.1:{port}"
-        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, needed=False)
+        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, restarts=_RESTARTS)
         probes["mlflow"] = lambda: responds(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)

@@ -114,8 +114,7 @@ def _header(arms: Arms, results: Results) -> list[str]:
     facts = [
         f"Experiment {config.name}: {config.emulated_cluster or f'{config.task.name}, {model}'}; "
         f"devices: {config.launch.devices}.",
-        f"Seeds {', '.join(map(str, _seeds(results)))}, the same in every arm; {len(results)} trials, "
-        f"{_turns(reference, results)}.",
+        f"Seeds {', '.join(map(str, _seeds(results)))}, the same in every arm; {len(results)} trials.",
         f"Planned: {config.rollout.batch_size * config.training.steps:,} trajectories a trial, in groups of "
         f"{config.algorithm.group_size}.",
         f"{reference} is the reference.",
@@ -134,28 +133,6 @@ def _header(arms: Arms, results: Results) -> list[str]:
     header = ["arm", "settings", f"fields that differ from {reference}", "servers + ranks", "succeeded"]
     banner = [f"> **{EMULATED}**"] if config.emulated else []
     return [*banner, _items(facts), _table(header, rows)]
-
-
-def _turns(reference: str, results: Results) -> str:
-    """How trials followed each other, as far as it is known.
-
-    Those of a seed are neighbours in time unless between two of them lies more than the others of the seed can have
-    taken: an arm that was added later.
-    """
-    ran = {(r.trial.arm, r.trial.seed): r.ran for r in results if r.ran}
-    between_s = len({arm for arm, _ in ran}) * max((end - start for start, end in ran.values()), default=0.0)
-    late: dict[str, list[str]] = {}
-    for arm, seed in ran:
-        earlier, later = sorted((ran[arm, seed], ran.get((reference, seed), ran[arm, seed])))
-        if later[0] - earlier[1] > between_s:
-            late.setdefault(arm, []).append(str(seed))
-    if not late:
-        return "taken in turns"
-    named = ", ".join(f"{arm} (seeds {', '.join(seeds)})" for arm, seeds in late.items())
-    return (
-        f"not all taken in turns: at another time than {reference} of the same seed ran {named}, so that "
-        "what else the machine did may be part of a difference in speed"
-    )
 
 
 def _notes(results: Results) -> list[str]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.launch.process import boot_id
@@ -35,8 +35,11 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cost import Meter
 from flows.provision.leases import By, Claimant, Leases
-from flows.provision.nodes import Cloud, Host, Nodes, completed, control_outputs
+from flows.provision.nodes import Host, Nodes, completed, control_outputs
 from flows.provision.terraform import KilledError, LockedError, Plan
+
+if TYPE_CHECKING:
+    from flows.provision.aws import Aws
 
 T = TypeVar("T")
 
@@ -85,7 +88,7 @@ class LeasedNodes:
         patience_s: float | None = None,
         prices: Mapping[str, float | None] | None = None,
         leases: Leases | None = None,
-        cloud: Cloud | None = None,
+        cloud: Aws | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
@@ -345,7 +348,7 @@ def passes(error: ProvisionError | StorageError) -> bool:
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 
 
-def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
+def cloud_of(foundation: Mapping[str, Any]) -> Aws:
     """What `control` has made it in."""
     from flows.provision.aws import Aws  # boto3 is dear to import
 

@@ -18,14 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_core.errors import ArealError
 from areal_core.storage.objects import Storage
 from flows.provision.cost import Meter
 from flows.provision.leased import LeftError, cloud_of, tried
 from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
-from flows.provision.nodes import NODE, Cloud, Found, control_outputs
+from flows.provision.nodes import NODE, Found, control_outputs
+
+if TYPE_CHECKING:
+    from flows.provision.aws import Aws
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
@@ -71,7 +74,7 @@ class Reaper:
         leases: Leases,
         state: Path,
         *,
-        cloud_of: Callable[[Mapping[str, Any]], Cloud],
+        cloud_of: Callable[[Mapping[str, Any]], Aws],
         foundation: Mapping[str, Any],
         length_s: float = LEASE_S,
         young_s: float = YOUNG_S,
@@ -121,7 +124,7 @@ class Reaper:
         ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
         return self._told(replace(known, ended=ended, cost=_cost(meter)))
 
-    def _end_found(self, cloud: Cloud, held: Held, found: set[Found], meter: Meter) -> None:
+    def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:
         """End what the cloud holds of the run; `found` and `meter` learn of it. Raises LeftError."""
         run = held.lease.run
         there = cloud.found(run)

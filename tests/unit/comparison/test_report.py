@@ -56,7 +56,7 @@ def test_table_holds_medians_intervals_ratios_and_verdicts(tmp_path: Path) -> No
     ]
     assert _row(page, "trainer waits, % of time")[1] == "30.0 [30.0, 30.0]; -30.0 [-30.0, -30.0] lower"
     assert "An interval of 3 values holds the true median with 75 %" in page
-    assert "Seeds 1, 2, 3, the same in every arm; 6 trials, taken in turns." in page
+    assert "Seeds 1, 2, 3, the same in every arm; 6 trials." in page
     assert "5,120 trajectories a trial" in page
     assert "| sync | mode=sync |  | 2 + 2 | 3 of 3 |" in page
     settings = r"mode=async rollout.max\_staleness=1 | mode, rollout.max\_staleness"
@@ -110,17 +110,6 @@ def test_emulated_accelerators_are_announced_before_anything_else(tmp_path: Path
     assert "qwen-1.5b on 2 h800" in page
     assert not (tmp_path / "report" / "learning-curves.png").exists()
     assert result_title("study", _ARMS, results).startswith(EMULATED)
-
-
-def _at(trial: Trial, place: int) -> TrialResult:
-    return dataclasses.replace(failed(trial, "of no matter"), ran=(1e9 + 100.0 * place, 1e9 + 100.0 * place + 90.0))
-
-
-def test_trials_that_ran_later_than_their_reference_are_named(tmp_path: Path) -> None:
-    trials = _trials()
-    assert "trials, taken in turns" in _page(tmp_path, [_at(trial, place) for place, trial in enumerate(trials)])
-    late = [_at(trial, place + 50 * (trial.arm == "async-1")) for place, trial in enumerate(trials)]
-    assert "another time than sync of the same seed ran async-1 (seeds 1, 2, 3)" in _page(tmp_path, late)
 
 
 def test_headline_has_speed_ratio_score_and_trials_of_every_arm() -> None:

@@ -72,12 +72,9 @@ def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
 
     resources = [of("aws_iam_role", "r"), of("aws_instance", "i-1", "i-0", None), of("aws_region", "e", mode="data")]
     held = {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")}
-    for printed, found in (("", set[Any]()), (json.dumps({"version": 4, "resources": resources}), held)):
+    for printed, found in (("", set[Any]()), (json.dumps({"resources": resources}), held)):
         says(f"print({printed!r}) or sys.exit()")
         assert root.held() == found
-    says("print(json.dumps({'version': 5})) or sys.exit()")
-    with pytest.raises(ProvisionError, match="its state has format 5: needs 4"):
-        root.held()
 
 
 def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> None:

@@ -121,20 +121,10 @@ def services_of(folder: Path) -> Services:
     return Services(cwd=folder, logs=folder)
 
 
-def test_only_a_needed_service_ends_the_others(tmp_path: Path) -> None:
-    with services_of(tmp_path) as services:
-        services.start("luxury", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}, needed=False)
-        happenings = services.watch()
-        assert re.match(r"luxury was killed by SIGKILL: .*", next(happenings))
-        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short exited with code 3: no luck"):
-            next(happenings)
-
-
 def test_service_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
     with services_of(tmp_path) as services:
         services.start("brief", [sys.executable, "-c", "raise SystemExit(3)"], {}, restarts=2)
-        services.start("last", [sys.executable, "-c", "import time; time.sleep(60)"], {})
+        services.start("last", [sys.executable, "-c", "import time; time.sleep(60)"], {})  # whose place stays the last
         happenings = services.watch()
         for _ in range(2):
             assert re.match(r"brief exited with code 3: .*; it is started again", next(happenings))
