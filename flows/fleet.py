@@ -8,17 +8,17 @@ run's. Shares are flow runs, which nodes take from the queue of their role; a sh
     a share that has failed or crashed                         is given out again, `launch.restarts` times
     the leading share has ended                                the run has
 
-Without Prefect and Terraform of its own: `Shares` and `LeasedNodes` have them.
+Without Prefect: `Work` stands for it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
@@ -26,7 +26,6 @@ from flows.provision.nodes import Host
 
 if TYPE_CHECKING:
     from flows.provision.leased import LeasedNodes
-    from flows.shares import Shares
 
 _AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
 _VAIN = 10  # such tries, while nobody trains
@@ -59,6 +58,24 @@ class Seen:
     message: str
 
 
+class Work(Protocol):
+    """Where shares are given out: `flows.shares`."""
+
+    def give(self, role: str, index: int) -> str:
+        """Give a share out; its id."""
+        ...
+
+    def seen(self, ids: Iterable[str]) -> Mapping[str, Seen]: ...
+
+    def lose(self, share: str, reason: str) -> None:
+        """Nobody has this share any more."""
+        ...
+
+    def silent_s(self) -> Mapping[str, float]:
+        """For how long workers have been silent, in seconds, by the ids of their nodes."""
+        ...
+
+
 @dataclass
 class Share:
     """A share, and who has it."""
@@ -83,7 +100,7 @@ class Fleet:
         self,
         config: ProvisionConfig,
         hosts: Iterable[Host],
-        work: Shares,
+        work: Work,
         supply: LeasedNodes | None,
         *,
         restarts: int,

@@ -63,7 +63,7 @@ class Whereabouts:
 
 
 class Shares:
-    """The shares of one run, given out through Prefect: what `flows.fleet` gives out."""
+    """The shares of one run, given out through Prefect: a `flows.fleet.Work`."""
 
     def __init__(
         self, client: SyncPrefectClient, config: RunConfig, run_id: str, parameters: Mapping[str, Any]
