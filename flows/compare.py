@@ -12,12 +12,9 @@ end in order, then the comparison's run in MLflow is marked as killed. See flows
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import re
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prefect import Task, flow, get_run_logger, task
@@ -33,7 +30,7 @@ from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
-from flows.comparison.report import metrics, result_table, result_title, write_report
+from flows.comparison.report import metrics, report_page, result_table, result_title
 from flows.comparison.trials import load_result, run_trial
 from flows.page import Progress, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
@@ -164,30 +161,21 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     """The results of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
     results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
     folder = comparison.folder()
-    files = write_report(comparison.name, comparison.arms, results, folder)
+    page = report_page(comparison.name, comparison.arms, results)
+    (folder / "report.md").write_text(page, encoding="utf-8")
     places = {"report": str(folder / "report.md")}
     if parent is not None:
         places |= parent.places(trials)
         done = len(trials) - len(failures)
         with _untracked_at_worst():
-            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *files])
+            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", folder / "report.md"])
     table = result_table(comparison.arms, results)
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]
-    page = _with_pictures((folder / "report.md").read_text(), folder)
     log = get_run_logger().warning
     told(f"the result in {folder}", lambda: create_table_artifact(table, key=RESULT, description=title), log)
     told(f"where {comparison.name} lies", lambda: create_table_artifact(rows, key=PLACES), log)
     told(f"the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
-
-
-def _with_pictures(markdown: str, folder: Path) -> str:
-    """The report with its pictures embedded: Prefect has no files beside a page."""
-
-    def data(link: re.Match[str]) -> str:
-        return f"](data:image/png;base64,{base64.b64encode((folder / link[1]).read_bytes()).decode()})"
-
-    return re.sub(r"\]\(([\w-]+\.png)\)", data, markdown)
 
 
 class _Progress:

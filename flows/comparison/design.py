@@ -195,7 +195,7 @@ class Comparison:
     <state_dir>/comparisons/<name>/
         plan.json                experiment, arms, seeds, overrides
         tracking.json            the parent run in MLflow, if it is tracked
-        report.md                with a picture: `flows.comparison.report`
+        report.md                `flows.comparison.report`
     """
 
     name: str
