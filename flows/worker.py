@@ -94,13 +94,10 @@ async def _schedule(paused: Iterable[UUID]) -> None:
 
 
 async def make_automations(client: PrefectClient) -> None:
-    """Make the automations known, or as the file has them; those that somebody has paused stay so."""
-    known = {automation.name: automation for automation in await client.read_automations()}
+    """Make those automations known that are not; what somebody has paused or changed stays so."""
+    known = {automation.name for automation in await client.read_automations()}
     for wanted in map(AutomationCore.model_validate, yaml.safe_load(AUTOMATIONS.read_text())["automations"]):
-        if before := known.get(wanted.name):
-            wanted.enabled = before.enabled
-            await client.update_automation(before.id, wanted)
-        else:
+        if wanted.name not in known:
             await client.create_automation(wanted)
 
 

@@ -151,12 +151,9 @@ def _field(override: str) -> str:
 
 def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunConfig) -> None:
     ours, theirs = ((c.rollout.batch_size, c.training.steps) for c in (config, other))
-    if ours[0] * ours[1] == theirs[0] * theirs[1]:
-        return
-    if ours[0] == theirs[0]:
-        raise _differs(arm, "training.steps", ours[1], reference, theirs[1])
-    shown = [f"{batch} * {steps}" for batch, steps in (ours, theirs)]
-    raise _differs(arm, "rollout.batch_size * training.steps", shown[0], reference, shown[1])
+    if ours[0] * ours[1] != theirs[0] * theirs[1]:
+        shown = [f"{batch} * {steps}" for batch, steps in (ours, theirs)]
+        raise _differs(arm, "rollout.batch_size * training.steps", shown[0], reference, shown[1])
 
 
 def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:

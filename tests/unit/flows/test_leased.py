@@ -260,6 +260,7 @@ def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World) -> None:
     (reaped,) = world.reaper("r").reap()
     assert reaped.failed is not None
     assert str(reaped).endswith(f"to be tried again: {reaped.failed}")
+    world.pass_a_lease()
     ended_by_the_reaper(world)
 
 
