@@ -1,7 +1,7 @@
 """The flow `areal`: one run, from its configuration to its report.
 
     prepare -> [ generate | rollout | train | evaluate | track ] -> report          on this machine (`flows.roles`)
-    provision -> bootstrap -> [ generate | train ] -> teardown                      on nodes (`flows.on_nodes`)
+    provision -> the nodes' shares -> teardown -> bill                              on nodes (`flows.on_nodes`)
 
 Prefect is not on the hot path: tasks are phases, not training steps, and a Prefect server that goes away
 stops nothing that trains: `flows.page` says what becomes of the view. At the end the flow waits for it, with nothing
@@ -19,10 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
-from uuid import UUID
 
-from prefect import flow, get_client, get_run_logger
-from prefect.client.schemas.objects import FlowRunPolicy, State
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
 
@@ -32,17 +31,14 @@ from areal_core.run import launcher as core
 from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.on_nodes import run_on_nodes
-from flows.page import CancelUnheard, Progress, tie_to_worker, told
+from flows.page import CancelUnheard, Progress, tie_to_worker
 from flows.roles import THREADS, opened, report, run_roles
-from flows.shared import HOPELESS, PROGRESS, Experiment, Minutes, Mode, Natural, Positive, Provision, Share, run_title
-
-_RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
+from flows.shared import PROGRESS, Experiment, Minutes, Mode, Natural, Positive, Provision, Share, run_title
 
 
 @flow(
     name="areal",
     flow_run_name=lambda: run_title(flow_run.parameters),
-    retries=_RETRIES,
     task_runner=THREADS,
 )
 def areal(
@@ -64,7 +60,7 @@ def areal(
         steps: Training steps; each makes one policy version.
         stop_at_score: Stop once the accuracy on held-out prompts has reached this share, 0 to 1.
         stop_after_minutes: Stop after so many minutes of training.
-        provision: Where it runs: on this machine (local), on given hosts (static), or on nodes that are made (aws).
+        provision: Where it runs: on this machine (local), or on nodes that are made (aws).
         overrides: Any other setting, one a line, as training.learning_rate=1e-4.
     """
     tie_to_worker()
@@ -85,10 +81,6 @@ def areal(
         return Cancelled(message="The run was stopped; it can be resumed.")
     except ArealError as error:
         log.error("%s", error)
-        if isinstance(error, HOPELESS):
-            told("that the run is not to be tried again", _forbid_retry, log.warning)
-        elif (told("how the run failed", _attempts, log.warning) or 0) <= _RETRIES:
-            raise  # Prefect calls this function again
         return Failed(message=str(error))
 
 
@@ -96,20 +88,8 @@ def _run(config: RunConfig, given: Mapping[str, Any], log: Callable[[str], None]
     with Progress(PROGRESS) as progress:
         if config.provision.kind != "local":
             return run_on_nodes(config, given, progress, log)
-        # The same id in every attempt of this flow run, hence a retry resumes.
+        # The same id in every attempt of this flow run, hence Prefect's "Retry" resumes.
         run_dir = opened(config, f"{config.label}-{flow_run.id[-12:]}", progress)
         summary = core.read_summary(run_dir) if run_dir.summary.exists() else run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary
-
-
-def _attempts() -> int:
-    """How often this flow run was started; the runtime context only has the number of its first start."""
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(UUID(flow_run.id)).run_count
-
-
-def _forbid_retry() -> None:
-    with get_client(sync_client=True) as client:
-        policy = FlowRunPolicy(retries=0, retry_delay=0)
-        client.update_flow_run(UUID(flow_run.id), empirical_policy=policy)

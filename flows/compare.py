@@ -3,9 +3,8 @@
     plan -> track -> trial, trial, trial, ... -> report
 
 Everything that can be found wrong is found by `plan`. A trial is an ordinary run in this process and a task of its own;
-one that fails is tried once more, unless that would end the same, and the comparison goes on without it. One that can't
-start because MLflow is away waits for it for a while. A trial that has ended before is not run again, and one that was
-cut off goes on, so that the same name continues a comparison.
+one that fails is tried once more, unless that would end the same, and the comparison goes on without it. A trial that
+has ended before is not run again, and one that was cut off goes on, so that the same name continues a comparison.
 
 Cancelling sends this process SIGTERM, which Prefect raises in the main thread. Trials run there: the run's processes
 end in order, then the comparison's run in MLflow is marked as killed. See flows.areal for why there are no hooks.
@@ -13,17 +12,13 @@ end in order, then the comparison's run in MLflow is marked as killed. See flows
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import functools
-import re
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prefect import Task, flow, get_run_logger, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
@@ -35,8 +30,8 @@ from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
-from flows.comparison.report import metrics, result_table, result_title, write_report
-from flows.comparison.trials import TrialResult, load_result, run_trial
+from flows.comparison.report import metrics, report_page, result_table, result_title
+from flows.comparison.trials import load_result, run_trial
 from flows.page import Progress, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
@@ -47,7 +42,7 @@ if TYPE_CHECKING:
 COMPARISON = "areal-comparison"  # key of an artifact
 
 _RETRIES = 1  # of a trial whose processes have spent their restarts; it resumes the same run
-_MLFLOW_TRIES, _MLFLOW_DELAY_S = 5, 30.0  # to start a trial while MLflow is away; they cost it no retry
+_DELAY_S = 30.0  # before that: MLflow, without which a trial can't start, may be back
 _PROGRESS_INTERVAL_S = 2.0
 _REASONS = 3  # of failed trials, in the state of the flow run
 
@@ -133,53 +128,32 @@ def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
 
 @task(cache_policy=NO_CACHE)
 def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
-    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children.
-
-    Where all that is left to do is the report, it is made without MLflow if need be.
-    """
+    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children."""
     from flows.comparison.parent import open_parent  # seconds of imports
 
-    try:
-        return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
-    except TrackingError as error:
-        if not all(map(_has_ended, trials)):
-            raise
-        get_run_logger().warning("not tracked: %s", error)
-        return None
+    return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
 
 
 def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Asked by Prefect when a trial has failed; `state` holds the one that it returned, which holds the failure."""
     error = state.data.data if isinstance(state.data, State) else state.data  # the latter is a bug's
-    return isinstance(error, ArealError) and not isinstance(error, (TrackingError, *HOPELESS))  # MLflow was waited for
+    return isinstance(error, TrackingError) or (isinstance(error, ArealError) and not isinstance(error, HOPELESS))
 
 
 @task(
     cache_policy=NO_CACHE,
     task_run_name="{planned.arm} seed {planned.seed}",
     retries=_RETRIES,
+    retry_delay_seconds=_DELAY_S,
     retry_condition_fn=_worth_another_try,
 )
 def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
     """One run of the comparison, from its base model to its summary."""
     ended_before = _has_ended(planned)
-    result = _with_mlflow(planned, tags, progress)
+    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show)
     if result.failure is not None:
         return Failed(message=result.failure, data=result.error)
     return Completed(message="has ended before, not run again" if ended_before else None)
-
-
-def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> TrialResult:
-    """Run a trial; wait while MLflow is away and the trial can't start."""
-    log = get_run_logger()
-    for left in reversed(range(_MLFLOW_TRIES)):
-        result = run_trial(planned, tags=tags, log=log.info, on_status=progress.show)
-        if not isinstance(result.error, TrackingError) or not left:
-            break
-        log.warning("%s; another try in %.0f s", result.error, _MLFLOW_DELAY_S)
-        progress.note("waiting for MLflow")
-        time.sleep(_MLFLOW_DELAY_S)
-    return result
 
 
 @task(cache_policy=NO_CACHE)
@@ -187,34 +161,21 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     """The results of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
     results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
     folder = comparison.folder()
-    files = write_report(comparison.name, comparison.arms, results, folder)
+    page = report_page(comparison.name, comparison.arms, results)
+    (folder / "report.md").write_text(page, encoding="utf-8")
     places = {"report": str(folder / "report.md")}
     if parent is not None:
         places |= parent.places(trials)
         done = len(trials) - len(failures)
         with _untracked_at_worst():
-            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *files])
+            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", folder / "report.md"])
     table = result_table(comparison.arms, results)
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]
-    page = _with_pictures((folder / "report.md").read_text(), folder)
     log = get_run_logger().warning
     told(f"the result in {folder}", lambda: create_table_artifact(table, key=RESULT, description=title), log)
     told(f"where {comparison.name} lies", lambda: create_table_artifact(rows, key=PLACES), log)
-    for what, where in places.items():
-        if where.startswith("http"):
-            key = f"areal-{what.lower().replace(' ', '-')}"
-            told(f"a link to {what}", functools.partial(create_link_artifact, where, what, key=key), log)
     told(f"the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
-
-
-def _with_pictures(markdown: str, folder: Path) -> str:
-    """The report with its pictures embedded: Prefect has no files beside a page."""
-
-    def data(link: re.Match[str]) -> str:
-        return f"](data:image/png;base64,{base64.b64encode((folder / link[1]).read_bytes()).decode()})"
-
-    return re.sub(r"\]\(([\w-]+\.png)\)", data, markdown)
 
 
 class _Progress:
@@ -231,11 +192,7 @@ class _Progress:
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
-        self.note("starting")
-
-    def note(self, what: str) -> None:
-        """Why the trial does not run yet."""
-        self.say(100.0 * self._before / self._trials, f"{self._trial} · {what}")
+        self.say(100.0 * before / trials, f"{self._trial} · starting")
 
     def show(self, status: RunStatus) -> None:
         """How far the trial is."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,7 +23,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.run.folders import run_folder
@@ -87,28 +85,6 @@ def quoted(value: str) -> str:
     """A value that Hydra's grammar takes as it stands."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def named_fields(overrides: Sequence[str]) -> set[str]:
-    """The fields that overrides name, `training.steps`; of a choice, `algorithm=paper`, those that its file sets, of an
-    experiment without those of the one that it is built on."""
-    named: set[str] = set()
-    for override in overrides:
-        parsed = OverridesParser.create().parse_override(override)
-        group = parsed.key_or_group
-        named |= _set_by(group, parsed.get_value_string()) if (CONF / group).is_dir() else {group}
-    return named
-
-
-def _set_by(group: str, option: str) -> set[str]:
-    file = CONF / group / f"{option}.yaml"
-    package = re.match(r"# @package (\S+)", file.read_text())
-    prefix = f"{group}." if package is None else "" if package[1] == "_global_" else f"{package[1]}."
-    values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
-    bases = [entry for entry in values.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    if group == "experiment":
-        bases = []
-    return {name for name, _ in leaves(values, prefix)}.union(*(_set_by(group, base) for base in bases))
 
 
 @lru_cache(maxsize=256)

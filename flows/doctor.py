@@ -7,19 +7,16 @@ With MODEL=, instead, what a model is, what ends its completions, and the prompt
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
-from packaging.requirements import Requirement
 
 from areal_core.environments.sandbox import Sandbox
 from areal_core.environments.source import open_source
@@ -49,7 +46,7 @@ def findings() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}, {sys.platform} {platform.machine()}"
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64"
     yield Finding("system", fits, python, "Python 3.11 to 3.13 on Linux x86-64")
-    yield from _packages()
+    yield _packages()
     yield from _accelerator()
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", cores >= 2, str(cores), "launch.devices=1, or a machine with two")
@@ -65,16 +62,11 @@ def findings() -> Iterator[Finding]:
     yield Finding("vLLM environment", bool(vllm), vllm or "none", mend, needed=False)
 
 
-def _packages() -> Iterator[Finding]:
-    """Every direct dependency of pyproject.toml against the version that is installed."""
-    project = tomllib.loads((stack.ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in map(Requirement, project["dependencies"]):
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "none"
-        ok = version != "none" and requirement.specifier.contains(version, prereleases=True)
-        yield Finding(requirement.name, ok, version, f"remove .venv and run make; {requirement} is needed")
+def _packages() -> Finding:
+    """Every dependency of what is installed."""
+    checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    found = checked.stdout.strip().replace("\n", "; ")
+    return Finding("packages", checked.returncode == 0, found, "remove .venv and run make")
 
 
 def _accelerator() -> Iterator[Finding]:
@@ -92,13 +84,7 @@ def _accelerator() -> Iterator[Finding]:
 
 def _servers() -> Iterator[Finding]:
     up = stack.running()
-    if up is not None:
-        yield Finding("servers", True, f"up: {up.pages}")
-        return
-    for name, port in (("Prefect", 4200), ("MLflow", 5000)):
-        free = stack.is_free(port)
-        mend = f"{name} takes a free one instead"
-        yield Finding(f"port {port}", free, "free" if free else "in use", mend, needed=False)
+    yield Finding("servers", True, f"up: {up.pages}" if up else "down; make up starts them")
 
 
 def _sandbox() -> Finding:

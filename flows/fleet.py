@@ -8,7 +8,7 @@ run's. Shares are flow runs, which nodes take from the queue of their role; a sh
     a share that has failed or crashed                         is given out again, `launch.restarts` times
     the leading share has ended                                the run has
 
-Without Prefect and Terraform: `Work` and `Supply` stand for them.
+Without Prefect: `Work` stands for it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from flows.provision.nodes import Host
+
+if TYPE_CHECKING:
+    from flows.provision.leased import LeasedNodes
 
 _AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
 _VAIN = 10  # such tries, while nobody trains
@@ -33,7 +36,6 @@ class Stage(Enum):
     """What has become of a share."""
 
     WAITS = "waits"  # for a node
-    CHECKS = "checks"  # its node
     RUNS = "runs"
     DONE = "done"
     RECLAIMED = "reclaimed"  # with its node
@@ -44,7 +46,7 @@ class Stage(Enum):
 
     @property
     def over(self) -> bool:
-        return self not in (Stage.WAITS, Stage.CHECKS, Stage.RUNS)
+        return self not in (Stage.WAITS, Stage.RUNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Seen:
 
 
 class Work(Protocol):
-    """Where shares are given out."""
+    """Where shares are given out: `flows.shares`."""
 
     def give(self, role: str, index: int) -> str:
         """Give a share out; its id."""
@@ -71,14 +73,6 @@ class Work(Protocol):
 
     def silent_s(self) -> Mapping[str, float]:
         """For how long workers have been silent, in seconds, by the ids of their nodes."""
-        ...
-
-
-class Supply(Protocol):
-    """Where nodes come from."""
-
-    def replace(self, names: Iterable[str]) -> list[Host]:
-        """All nodes, once those that are named are other ones. Raises ProvisionError."""
         ...
 
 
@@ -107,13 +101,13 @@ class Fleet:
         config: ProvisionConfig,
         hosts: Iterable[Host],
         work: Work,
-        supply: Supply | None,
+        supply: LeasedNodes,
         *,
         restarts: int,
         log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`supply` None: nodes are given, and none is replaced; `restarts` of a share that fails."""
+        """`restarts` of a share that fails."""
         self.config, self._work, self._supply, self._restarts = config, work, supply, restarts
         self._log, self._clock = log, clock
         self._born: dict[str, float] = {}  # when nodes were first known, by their ids
@@ -127,7 +121,6 @@ class Fleet:
         self._replaced: dict[str, str] = {}  # what is being replaced
         self._not_before = 0.0
         self._vain = 0
-        self.closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "replace")
         self.shares = [
             Share(role, index, work.give(role, index))
@@ -141,13 +134,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for what is being replaced, as nodes must not come after the end; but not where this process is asked
         to end: `supply` then has to see to it."""
-        self.closed = True
         self._thread.shutdown(wait=kind is None or issubclass(kind, Exception), cancel_futures=True)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every share is with a node that is as it should be, or over."""
-        return all(share.seen.stage is Stage.RUNS or share.seen.stage.over for share in self.shares)
 
     @property
     def over(self) -> bool:
@@ -162,9 +149,10 @@ class Fleet:
     def leading(self) -> Share:
         return self.shares[0]
 
-    def ended(self, role: str) -> bool:
-        """Whether every share of a role has."""
-        return all(share.seen.stage.over for share in self.of(role))
+    @property
+    def ended(self) -> bool:
+        """Whether every share has."""
+        return all(share.seen.stage.over for share in self.shares)
 
     def of(self, role: str) -> list[Share]:
         return [share for share in self.shares if share.role == role]
@@ -187,7 +175,7 @@ class Fleet:
 
     def _changed(self, share: Share) -> None:
         stage, why = share.seen.stage, share.seen.message
-        if stage is Stage.CHECKS:
+        if stage is Stage.RUNS:
             self._log(f"{share.name}: node {share.seen.node} has it")
         elif stage is Stage.REFUSED:
             raise ConfigError(why)
@@ -252,27 +240,24 @@ class Fleet:
         host = next((host for host in self.hosts if host.id == share.seen.node), None)
         if host is not None:
             self._mark(host, why)
-        elif share.role == "trainer" or self._supply is None:
-            self._give_up(share, why)  # nobody knows where it was: a host that was given
         else:
             self._give(share)  # its node is another one by now
 
     def _mark(self, host: Host, why: str) -> None:
-        if self._supply is not None and self._replacements > 0:
+        if self._replacements > 0:
             self._replacements -= 1
             self._bad[host.name] = why
             return
-        budget = "" if self._supply is None else f"; provision.replacements ({self.config.replacements}) are spent"
+        spent = f"; provision.replacements ({self.config.replacements}) are spent"
         for share in self.shares:
             if share.seen.node == host.id:
-                self._give_up(share, why + budget)
+                self._give_up(share, why + spent)
 
     def _replace(self) -> None:
         if self._replacing is not None and self._replacing.done():
             self._take_replaced(self._replacing)
             self._replacing = None
         if self._bad and self._replacing is None and self._clock() >= self._not_before:
-            assert self._supply is not None
             self._replaced, self._bad = self._bad, {}
             self._log(f"replacing {', '.join(self._replaced)}")
             self._replacing = self._thread.submit(self._supply.replace, [*self._replaced])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, StorageError
 from areal_core.run import launcher as core
@@ -32,14 +31,13 @@ from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows.compose import configure
-from flows.machine import Notice, identity, own_address, troubles
+from flows.machine import Notice, gpu_trouble, identity, own_address
 from flows.page import CancelUnheard, Progress, seen_where_it_answers, tie_to_worker
 from flows.provision.request import by_role, servers_per_node
 from flows.roles import THREADS, opened, report, run_roles
 from flows.shared import HOPELESS, PROGRESS
 from flows.shares import (
     BAD_NODE,
-    CHECKED,
     FINISH,
     NODE,
     RECLAIMED,
@@ -72,8 +70,8 @@ def areal_node(
         run: The parameters of the flow `areal`.
     """
     tie_to_worker()
-    log, node, api = get_run_logger().info, identity(), PREFECT_API_URL.value() or ""
-    address = own_address(api)
+    log, node = get_run_logger().info, identity()
+    address = own_address(PREFECT_API_URL.value() or "")
     try:
         here: dict[str, Any] = {**run, "overrides": [*run["overrides"], f"launch.address={address}"]}
         config = configure(**here)
@@ -81,9 +79,8 @@ def areal_node(
         return Failed(name=REFUSED, message=str(error))
     with get_client(sync_client=True) as client:
         mark(client, flow_run.id, f"{NODE}{node}")
-        if wrong := troubles(config, by_role(config)[role], api):
-            return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {'; '.join(wrong)}")
-        mark(client, flow_run.id, CHECKED)
+    if trouble := gpu_trouble(by_role(config)[role]):
+        return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {trouble}")
     with Notice(log) as notice:
         try:
             if role == "trainer" and index == 0:
@@ -176,8 +173,16 @@ def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
 def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
     """Until the run has ended in order, or this node has left it. Raises ProcessError and others."""
     log("waiting for the head node")
-    where = _Where(run_id)
-    head = Head(where, where.token())
+    known = _head_of(run_id)
+
+    def where() -> str:
+        """As Prefect knows it; where it was, while Prefect is away."""
+        nonlocal known
+        with suppress(httpx.HTTPError):
+            known = whereabouts(run_id) or known
+        return known.url
+
+    head = Head(where, known.token)  # the token is the run's, which every head node of it has
     count = servers_per_node(config) if role == "generation" else 1
     share = Share(role=role, first=index * count, count=count)
     folder = Path(config.state_dir).absolute() / "copies" / f"{role}-{index}"
@@ -191,33 +196,12 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
             log(f"waiting for another head node: {error}")
 
 
-class _Where:
-    """Where the head node is, as Prefect knows it; where it was, while Prefect is away."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._known: Whereabouts | None = None
-
-    def __call__(self) -> str:
-        return self._ask().url
-
-    def _ask(self) -> Whereabouts:
-        why = "there is no head node yet"
-        try:
-            self._known = whereabouts(self._run_id) or self._known
-        except httpx.HTTPError as error:
-            why = f"Prefect's server does not say where the head node is: {error}"
-        if self._known is None:
-            raise AwayError(why)
-        return self._known
-
-    def token(self) -> str:
-        """The run's, which every head node of it has. Raises ProcessError where none comes up."""
-        deadline = time.monotonic() + _HEAD_S
-        while True:
-            try:
-                return self._ask().token
-            except AwayError as error:
-                if time.monotonic() > deadline:
-                    raise ProcessError(f"no head node has come up in {_HEAD_S:.0f} s: {error}") from None
-            time.sleep(_LOOK_S)
+def _head_of(run_id: str) -> Whereabouts:
+    """Once there is one. Raises ProcessError where none comes up."""
+    deadline = time.monotonic() + _HEAD_S
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if found := whereabouts(run_id):
+                return found
+        time.sleep(_LOOK_S)
+    raise ProcessError(f"no head node has come up in {_HEAD_S:.0f} s")

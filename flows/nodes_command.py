@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     """YAML reads a time where one stands; Terraform wants its text."""
-    if isinstance(value, datetime) and value.tzinfo:
-        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return value.isoformat() if isinstance(value, date) else str(value)
+    return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if isinstance(value, datetime) else str(value)
 
 
 def _expiry(request: Mapping[str, Any]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 from uuid import UUID
 
@@ -125,7 +125,6 @@ class Alerts:
     """The alerts of the run of this flow run, as events of Prefect's, each told once; automations act on them.
 
         areal.alert.KIND    something is wrong that was not before; KIND as in areal_core.controller.health
-        areal.well.KIND     it is so no longer
 
     The resource is `areal.run.RUN_ID`; the flow run and its deployment are related to it, so that automations find
     them. Prefect sends them in a thread of its own: a server that is away holds nothing up.
@@ -133,16 +132,12 @@ class Alerts:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._known: dict[str, Alert] = {}  # by kind
+        self._known: Set[str] = set()  # kinds
 
     def show(self, alerts: Iterable[Alert]) -> None:
         now = {alert.kind: alert for alert in alerts}
-        for kind in now.keys() - self._known.keys():
-            self._tell(f"areal.alert.{kind}", now[kind])
-        for kind in self._known.keys() - now.keys():
-            self._tell(f"areal.well.{kind}", self._known[kind])
-        self._known = now
-
-    def _tell(self, event: str, alert: Alert) -> None:
         resource = {"prefect.resource.id": f"areal.run.{self._run_id}", "prefect.resource.name": self._run_id}
-        emit_event(event, resource, payload={"step": alert.step, "text": alert.text})
+        for kind in now.keys() - self._known:
+            payload = {"step": now[kind].step, "text": now[kind].text}
+            emit_event(f"areal.alert.{kind}", resource, payload=payload)
+        self._known = now.keys()

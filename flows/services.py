@@ -34,7 +34,6 @@ _LOOK_INTERVAL_S = 10.0  # at the logs, for their rotation
 class _Service:
     process: children.Child
     grace_s: float
-    needed: bool
     sessions: bool  # what it starts has sessions of its own
     again: Callable[[], None] | None  # starts it once more; None: not any more
 
@@ -95,19 +94,18 @@ class Services:
         environment: Mapping[str, str],
         grace_s: float = GRACE_S,
         *,
-        needed: bool = True,
         sessions: bool = False,
         restarts: int = 0,
     ) -> None:
-        """`needed`: all ends with it; `restarts`: how often it is started again before that."""
-        options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
+        """`restarts`: how often it is started again before all ends with it."""
+        options: dict[str, Any] = {"sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
         # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
         )
-        self._services.append(_Service(started, grace_s, needed, sessions, again))
+        self._services.append(_Service(started, grace_s, sessions, again))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Raises ProcessError naming what was not ready in time or ended before."""
@@ -123,21 +121,17 @@ class Services:
                 )
 
     def watch(self) -> Iterator[str]:
-        """Until asked to stop: how those ended that are started again, and those that are not needed. Raises
-        ProcessError once another one ends."""
+        """Until asked to stop: how those ended that are started again. Raises ProcessError once another one ends."""
         while True:
             for service in self._ended(_LOOK_INTERVAL_S):
                 obituary = service.obituary()
-                if service.needed and service.again is None:
+                if service.again is None:
                     raise ProcessError(obituary)
                 place = self._services.index(service)
                 self._end(service)
-                if service.again is not None:
-                    service.again()
-                    self._services.insert(place, self._services.pop())  # its turn at the end stays the same
-                    yield f"{obituary}; it is started again, runs go on meanwhile"
-                else:
-                    yield f"{obituary}; runs go on without it, what they would send waits"
+                service.again()
+                self._services.insert(place, self._services.pop())  # its turn at the end stays the same
+                yield f"{obituary}; it is started again, runs go on meanwhile"
             for service in self._services:
                 service.process.log.new_lines()  # a look rotates it
             children.sweeper.check()

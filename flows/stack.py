@@ -3,8 +3,8 @@
 One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
 in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it holds a lifeline to that
 command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
-stale pid means nothing; `.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points
-wait; Prefect's server is started again a few times. Without it, or the worker, the stack ends. The environment wins: a
+stale pid means nothing; `.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started
+again a few times; runs go on meanwhile. With the worker the stack ends. The environment wins: a
 server that PREFECT_API_URL (or an explicit Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
 AREAL_STATE_DIR is the folder to use in place of `.areal`.
 """
@@ -25,7 +25,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from areal_core.config.fields import refuse_credentials
 from areal_core.config.groups import MLFLOW_CREDENTIALS
@@ -48,7 +48,7 @@ Owner = Literal["up", Tied]
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
 _LOOK_S = 0.5  # for which a check whether a stack runs may hold its lock
 _claims: list[socket.socket] = []  # of ports, for as long as this process lives
-_PREFECT_RESTARTS = 3
+_RESTARTS = 3
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
 
@@ -90,8 +90,8 @@ def prefect_environment(api_url: str | None) -> dict[str, str]:
 
 def running() -> Stack | None:
     """The stack of this checkout, if one is up."""
-    remembered = _remembered() if FileLock.is_held(STATE / "stack.lock") else {}
-    return Stack(**remembered) if remembered.get("pid") else None
+    told = STATE / "stack.json"
+    return Stack(**json.loads(told.read_text())) if FileLock.is_held(STATE / "stack.lock") and told.exists() else None
 
 
 class Launch:
@@ -200,26 +200,25 @@ def serve(owner: Owner, report: int) -> int:
 
 def _start(services: Services, owner: Owner) -> Stack:
     """Start what the environment doesn't name, all at once, and wait until all of it responds."""
-    before = _remembered()
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
     refuse_credentials("PREFECT_API_URL", prefect_api, "PREFECT_API_AUTH_STRING is for them")
     refuse_credentials("MLFLOW_TRACKING_URI", mlflow_uri, MLFLOW_CREDENTIALS)
     probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
     worker = [sys.executable, "-m", "flows.worker"]
     if prefect_api is None and "PREFECT_PROFILE" not in os.environ:
-        port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
+        port = _port("PREFECT_PORT", 4200)
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
         # By default any site that is open in a browser on this machine may have the worker run its commands.
         pages = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
         settings = prefect_environment(prefect_api) | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
-        services.start("prefect-server", argv, settings, restarts=_PREFECT_RESTARTS)
+        services.start("prefect-server", argv, settings, restarts=_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:
-        port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
+        port = _port("MLFLOW_PORT", 5000)
         mlflow_uri = f"http://127.0.0.1:{port}"
-        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, needed=False)
+        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, restarts=_RESTARTS)
         probes["mlflow"] = lambda: responds(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
@@ -246,15 +245,8 @@ def _lock() -> FileLock:
     return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
-def _remembered() -> dict[str, Any]:
-    try:
-        return json.loads((STATE / "stack.json").read_text())
-    except FileNotFoundError:
-        return {}
-
-
-def _port(variable: str, default: int, last_url: object) -> int:
-    """The port asked for by `variable`, else the one used last time, else the default, else a free one."""
+def _port(variable: str, default: int) -> int:
+    """The port asked for by `variable`, else the default, else a free one."""
     asked = os.environ.get(variable)
     if asked is not None:
         if not asked.isdigit() or not 0 < int(asked) < 65536:
@@ -262,9 +254,7 @@ def _port(variable: str, default: int, last_url: object) -> int:
         if not _claimed(int(asked)):
             raise ConfigError(f"{variable}: port {asked} is in use; name another or leave {variable} out")
         return int(asked)
-    last = str(last_url or "").removesuffix("/api").rpartition(":")[2]
-    candidates = [int(last)] if last.isdigit() else []
-    return next(port for port in itertools.chain(candidates, [default], iter(_any_port, None)) if _claimed(port))
+    return next(port for port in itertools.chain([default], iter(_any_port, None)) if _claimed(port))
 
 
 def _claimed(port: int) -> bool:
@@ -327,20 +317,12 @@ def _down() -> None:
 
 def main() -> int:
     parser = Parser(prog="python -m flows.stack", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up")
-    commands.add_parser("down")
-    internal = commands.add_parser("serve")
-    internal.add_argument("owner", choices=("up", *get_args(Tied)))
-    internal.add_argument("report", type=int, help="descriptor of a pipe")
-    try:
-        arguments = parser.parse_args()
-    except ConfigError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2
-    if arguments.command == "serve":
-        return serve(arguments.owner, arguments.report)
-    return run_command(_up if arguments.command == "up" else _down)
+    parser.add_argument("command", choices=("up", "down"))
+    commands = {"up": _up, "down": _down}
+    if sys.argv[1:2] == ["serve"]:  # by `Launch`
+        owner: Any = sys.argv[2]
+        return serve(owner, int(sys.argv[3]))
+    return run_command(lambda: commands[parser.parse_args().command]())
 
 
 if __name__ == "__main__":

@@ -30,21 +30,19 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
-from prefect.variables import Variable
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
 from flows.provision.nodes import control_outputs
+from flows.provision.request import NODES_POOL
 from flows.shares import REAPER
 from flows.stack import ROOT, SOLE, STATE, WORKER_READY
 
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
-NODES_POOL = "areal-nodes"  # nodes have workers of their own
 _LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
-_MADE = "areal_schedules"  # a variable of Prefect's
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _API_TIMEOUT_S, _NAMED_TIMEOUT_S = 90.0, 5.0  # with a server that is just being started; with one that is said to run
@@ -96,41 +94,25 @@ async def _schedule(paused: Iterable[UUID]) -> None:
 
 
 async def make_automations(client: PrefectClient) -> None:
-    """Make the automations known, or as the file has them; those that somebody has paused stay so."""
-    known = {automation.name: automation for automation in await client.read_automations()}
+    """Make those automations known that are not; what somebody has paused or changed stays so."""
+    known = {automation.name for automation in await client.read_automations()}
     for wanted in map(AutomationCore.model_validate, yaml.safe_load(AUTOMATIONS.read_text())["automations"]):
-        if before := known.get(wanted.name):
-            wanted.enabled = before.enabled
-            await client.update_automation(before.id, wanted)
-        else:
+        if wanted.name not in known:
             await client.create_automation(wanted)
 
 
 async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make schedules known, paused, or update them. What a user of Prefect's page has changed, or deleted, stays so: a
-    variable of Prefect's holds what was made before, by deployment and slug."""
-    made: Any = await Variable.aget(_MADE, {})
+    """Make the schedules that a deployment lacks, paused unless they are to be active, and resume those. Otherwise what
+    is there stays as users of Prefect's page left it."""
     for name, wanted in schedules.items():
         deployment = await client.read_deployment_by_name(name)
         known = {schedule.slug: schedule for schedule in deployment.schedules}
-        before = made.setdefault(str(deployment.id), {})
         for slug, fields in wanted.items():
             asked = DeploymentScheduleCreate(slug=slug, **{"active": False, **fields})
-            if slug in known:
-                last, found = {**fields, "active": False, **before.get(slug, {})}, known[slug].model_dump(mode="json")
-                ours = [key for key in fields if fields[key] != last[key] and _is(found[key], last[key])]
-                if ours:
-                    changed = {key: getattr(asked, key) for key in ours}
-                    await client.update_deployment_schedule(deployment.id, known[slug].id, **changed)
-            elif slug not in before:
+            if slug not in known:
                 await client.create_deployment_schedules(deployment.id, [asked])
-            before[slug] = before.get(slug, {}) | fields
-    await Variable.aset(_MADE, made, overwrite=True)
-
-
-def _is(found: Any, made: Any) -> bool:
-    """Whether what Prefect holds is what was made; it adds defaults."""
-    return found | made == found if isinstance(made, dict) else found == made
+            elif asked.active and not known[slug].active:
+                await client.update_deployment_schedule(deployment.id, known[slug].id, active=True)
 
 
 async def _work() -> None:

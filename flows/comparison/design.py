@@ -23,7 +23,7 @@ from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import write_json
-from flows.compose import compose, named_fields
+from flows.compose import compose
 
 DEFAULT_ARMS: dict[str, list[str]] = {
     "sync": ["mode=sync"],
@@ -72,7 +72,6 @@ def plan_trials(
         raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
     compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
     composed = {arm: _compose(arm, experiment, overrides, own) for arm, own in arms.items()}
-    _check_named(arms, composed)
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
         configs: dict[str, RunConfig] = {}
@@ -110,20 +109,6 @@ def check_matched(configs: Mapping[str, RunConfig]) -> None:
             raise _differs(arm, "generation.engine", names[0], reference, names[1])
     for arm, config in configs.items():
         _check_devices(arm, config, baseline=arm == reference and config.mode == "sync" and not config.emulated)
-
-
-def _check_named(arms: Mapping[str, Sequence[str]], composed: Mapping[str, RunConfig]) -> None:
-    """Arms differ in what they name: a choice, `algorithm=standard`, also resets what the experiment's own had set."""
-    reference, *others = arms
-    for arm in others:
-        named = named_fields(arms[arm]) | named_fields(arms[reference])
-        for name, ours, theirs in differences(composed[arm], composed[reference]):
-            if name not in named:
-                own = " ".join(arms[arm]) or "what the experiment has"
-                raise ConfigError(
-                    f"arms.{arm}: {own} also changes {name} from {theirs} to {ours}: name it in the "
-                    "arm too, or set single fields, such as algorithm.objective, instead of choosing a file"
-                )
 
 
 def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -166,12 +151,9 @@ def _field(override: str) -> str:
 
 def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunConfig) -> None:
     ours, theirs = ((c.rollout.batch_size, c.training.steps) for c in (config, other))
-    if ours[0] * ours[1] == theirs[0] * theirs[1]:
-        return
-    if ours[0] == theirs[0]:
-        raise _differs(arm, "training.steps", ours[1], reference, theirs[1])
-    shown = [f"{batch} * {steps}" for batch, steps in (ours, theirs)]
-    raise _differs(arm, "rollout.batch_size * training.steps", shown[0], reference, shown[1])
+    if ours[0] * ours[1] != theirs[0] * theirs[1]:
+        shown = [f"{batch} * {steps}" for batch, steps in (ours, theirs)]
+        raise _differs(arm, "rollout.batch_size * training.steps", shown[0], reference, shown[1])
 
 
 def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
@@ -210,7 +192,7 @@ class Comparison:
     <state_dir>/comparisons/<name>/
         plan.json                experiment, arms, seeds, overrides
         tracking.json            the parent run in MLflow, if it is tracked
-        report.md                with a picture: `flows.comparison.report`
+        report.md                `flows.comparison.report`
     """
 
     name: str

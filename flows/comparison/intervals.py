@@ -48,16 +48,13 @@ def median_interval(values: Iterable[float]) -> Interval:
 
 def paired_ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
     """value / reference of each seed that has both, as `median_interval` puts it. Raises ValueError where no seed has
-    both, or a reference is 0."""
-    pairs = _pairs(values, reference)
-    if zero := [seed for seed, (_, base) in pairs.items() if base == 0]:
-        raise ValueError(f"the reference of seed {zero[0]} is 0: no ratio to it")
-    return median_interval(value / base for value, base in pairs.values())
+    both, ZeroDivisionError where a reference is 0."""
+    return median_interval(values[seed] / reference[seed] for seed in values.keys() & reference.keys())
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
     """value - reference of each seed that has both. Raises ValueError where no seed has both."""
-    return median_interval(value - base for value, base in _pairs(values, reference).values())
+    return median_interval(values[seed] - reference[seed] for seed in values.keys() & reference.keys())
 
 
 def verdict(interval: Interval, neutral: float) -> Verdict:
@@ -70,11 +67,3 @@ def verdict(interval: Interval, neutral: float) -> Verdict:
 def coverage(n: int, k: int = 1) -> float:
     """Probability that the median lies between the k-th lowest and the k-th highest of n values."""
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2**n
-
-
-def _pairs(values: Mapping[int, float], reference: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Seed -> (value, reference value), of the seeds that have both."""
-    pairs = {seed: (values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())}
-    if not pairs:
-        raise ValueError("no seed has both a value and a reference")
-    return pairs

@@ -1,20 +1,12 @@
-"""The report of a comparison: what was compared, what failed, medians with intervals, and the learning curves.
+"""The report of a comparison: what was compared, what failed, and medians with intervals. MLflow has the curves.
 
 `result_table`, `result_title` and `metrics` are its main figures, for a terminal and for MLflow.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from areal_core.errors import printable
 from areal_core.run.progress import decimals
@@ -29,22 +21,13 @@ Arms = Mapping[str, Sequence[str]]  # name -> overrides; the first is the refere
 Results = Sequence[TrialResult]  # of every trial that was planned, failed ones too
 
 
-def write_report(comparison: str, arms: Arms, results: Results, folder: Path) -> list[Path]:
-    """Write report.md and its picture into `folder`, made if absent; returns what was written, report.md first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    page, picture = folder / "report.md", folder / "learning-curves.png"
+def report_page(comparison: str, arms: Arms, results: Results) -> str:
+    """The report, as Markdown."""
     parts = [f"# Comparison {comparison}", *_header(arms, results), *_notes(results)]
-    files = [page]
     if any(result.summary for result in results):
         rows = [[row.label, *(cell(row, arms, results, arm) for arm in arms)] for row in measures(results)]
         parts += ["## Results", _table(["", *arms], rows), _legend(arms, results)]
-        if not results[0].trial.config.emulated:
-            draw_learning_curves(list(arms), results, common_target(results), picture)
-            caption = "A thin line is a seed, the thick one their median."
-            parts += ["## Learning curves", f"![Learning curves of {', '.join(arms)}]({picture.name})", caption]
-            files.append(picture)
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return files
+    return "\n\n".join(parts) + "\n"
 
 
 def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
@@ -114,8 +97,7 @@ def _header(arms: Arms, results: Results) -> list[str]:
     facts = [
         f"Experiment {config.name}: {config.emulated_cluster or f'{config.task.name}, {model}'}; "
         f"devices: {config.launch.devices}.",
-        f"Seeds {', '.join(map(str, _seeds(results)))}, the same in every arm; {len(results)} trials, "
-        f"{_turns(reference, results)}.",
+        f"Seeds {', '.join(map(str, _seeds(results)))}, the same in every arm; {len(results)} trials.",
         f"Planned: {config.rollout.batch_size * config.training.steps:,} trajectories a trial, in groups of "
         f"{config.algorithm.group_size}.",
         f"{reference} is the reference.",
@@ -134,28 +116,6 @@ def _header(arms: Arms, results: Results) -> list[str]:
     header = ["arm", "settings", f"fields that differ from {reference}", "servers + ranks", "succeeded"]
     banner = [f"> **{EMULATED}**"] if config.emulated else []
     return [*banner, _items(facts), _table(header, rows)]
-
-
-def _turns(reference: str, results: Results) -> str:
-    """How trials followed each other, as far as it is known.
-
-    Those of a seed are neighbours in time unless between two of them lies more than the others of the seed can have
-    taken: an arm that was added later.
-    """
-    ran = {(r.trial.arm, r.trial.seed): r.ran for r in results if r.ran}
-    between_s = len({arm for arm, _ in ran}) * max((end - start for start, end in ran.values()), default=0.0)
-    late: dict[str, list[str]] = {}
-    for arm, seed in ran:
-        earlier, later = sorted((ran[arm, seed], ran.get((reference, seed), ran[arm, seed])))
-        if later[0] - earlier[1] > between_s:
-            late.setdefault(arm, []).append(str(seed))
-    if not late:
-        return "taken in turns"
-    named = ", ".join(f"{arm} (seeds {', '.join(seeds)})" for arm, seeds in late.items())
-    return (
-        f"not all taken in turns: at another time than {reference} of the same seed ran {named}, so that "
-        "what else the machine did may be part of a difference in speed"
-    )
 
 
 def _notes(results: Results) -> list[str]:
@@ -214,63 +174,3 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _escaped(text: str | None) -> str:
     """`text` so that Markdown shows it as it is, in one line."""
     return re.sub(r"([\\|*<`_]|\](?=\())", r"\\\1", printable(text or ""))
-
-
-# ---- the picture ----
-
-
-Line = dict[int, tuple[float, float]]  # step -> (x, y)
-
-_CURVES = {"heldout/accuracy": "held-out accuracy", "reward/mean": "mean reward of a batch"}
-_POSITIONS = {None: "training step", "time/elapsed_s": "wall time, s", "ledger/consumed_tokens": "tokens trained on"}
-_COLOURS = ("#222222", *(f"C{index}" for index in range(10)))  # the reference is the dark one
-
-
-def draw_learning_curves(arms: Sequence[str], results: Sequence[TrialResult], target: float | None, path: Path) -> None:
-    """A thin line a seed, a thick one their median, whose point is the median of the seeds' points of one step, in both
-    directions; it ends at the last step that all of them have. `target`, the score that is timed, is dotted."""
-    figure = Figure(figsize=(10.0, 6.2), layout="constrained", dpi=140)
-    grid: Any = figure.subplots(len(_CURVES), len(_POSITIONS), sharey="row", sharex="col")
-    for panels, (key, name) in zip(grid, _CURVES.items(), strict=True):
-        panels[0].set_ylabel(name)
-        for panel, position in zip(panels, _POSITIONS, strict=True):
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(color="#dddddd", linewidth=0.6)
-            for index, arm in enumerate(arms):
-                lines = [_line(result, key, position) for result in succeeded(results, arm)]
-                _draw(panel, [line for line in lines if line], _COLOURS[index % len(_COLOURS)], arm)
-    if target is not None:
-        for panel in grid[0]:
-            panel.axhline(target, color="#888888", linestyle=":", label=f"score {target:g}", zorder=1)
-    for panel, label in zip(grid[-1], _POSITIONS.values(), strict=True):
-        panel.set_xlabel(label)
-    grid[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    grid[-1][2].xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False)
-    figure.savefig(path)
-
-
-def _line(result: TrialResult, key: str, position: str | None) -> Line:
-    """A curve over `position`, another one, or over steps. A point whose position is unknown is left out."""
-    points = [(step, value) for step, value in result.curves.get(key, []) if math.isfinite(value)]
-    if position is None:
-        return {step: (float(step), value) for step, value in points}
-    places = {0: 0.0, **dict(result.curves.get(position, []))}
-    return {step: (places[step], value) for step, value in points if step in places}
-
-
-def _draw(axes: Axes, lines: Sequence[Line], colour: str, arm: str) -> None:
-    if not lines:
-        return
-    for line in lines:
-        axes.plot(*zip(*line.values(), strict=True), color=colour, linewidth=0.8, alpha=0.4)
-    axes.plot(*zip(*median_line(lines), strict=True), color=colour, linewidth=2.2, zorder=3, label=arm)
-
-
-def median_line(lines: Sequence[Line]) -> list[tuple[float, float]]:
-    last = min(max(line) for line in lines)
-    median: list[tuple[float, float]] = []
-    for step in sorted({step for line in lines for step in line if step <= last}):
-        xs, ys = zip(*(line[step] for line in lines if step in line), strict=True)
-        median.append((statistics.median(xs), statistics.median(ys)))
-    return median

@@ -12,7 +12,6 @@ from areal_core.run import launcher as core
 from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
-from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus, RunSummary
 from flows.comparison.design import Trial, differences
 
@@ -30,7 +29,6 @@ class TrialResult:
     summary: RunSummary | None
     failure: str | None  # one line
     curves: Curves  # as far as it came, where it failed
-    ran: tuple[float, float] | None  # first start and last end of its work, seconds since the epoch
     error: ArealError | None = None  # what has just ended its run: its kind decides about another try
 
 
@@ -64,13 +62,11 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
     run = core.run_folder(trial.config, trial.run_id)
     failure = _not_as_planned(trial, run) if failure is None else one_line(failure)
     summary = core.read_summary(run) if failure is None else None
-    spans = read_timeline(run.timeline)
     return TrialResult(
         trial=trial,
         summary=summary,
         failure=failure,
         curves=_curves(run, trial.run_id),
-        ran=(min(span.start_s for span in spans), max(span.end_s for span in spans)) if spans else None,
     )
 
 

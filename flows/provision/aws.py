@@ -35,7 +35,7 @@ _LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 
 
 class Aws:
-    """One region of one account: a `flows.provision.nodes.Cloud`."""
+    """One region of one account. Raises ProvisionError."""
 
     def __init__(self, region: str | None, network: str | None) -> None:
         """`network` is the VPC that `control` has made, if it is known."""
@@ -49,9 +49,12 @@ class Aws:
             raise ProvisionError(f"aws: {one_line(error)}") from None
 
     def found(self, run: str | None = None) -> list[Found]:
+        """What there is of a run, or of all of them, nodes first. What is about to be gone is left out."""
         return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
 
     def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
+        """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
+        each of them, and while it waits, `confirm` is called, which raises once this process may do so no more."""
         ends = {
             _INSTANCE: lambda id_: self._ec2.terminate_instances(InstanceIds=[id_]),
             _TEMPLATE: lambda id_: self._ec2.delete_launch_template(LaunchTemplateId=id_),

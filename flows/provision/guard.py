@@ -34,7 +34,7 @@ def main() -> int:
     except OSError as error:
         print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    end, asked, said = float("inf"), False, b""
+    end, asked = float("inf"), False
     sources = [right, told]
     while True:
         due = end if asked else end - grace_s
@@ -45,12 +45,9 @@ def main() -> int:
                 if signum != signal.SIGCHLD:
                     program.send_signal(signum)
         if right in ready:
-            data = os.read(right, 4096)
-            said += data
-            *lines, said = said.split(b"\n")
-            if lines:
+            if lines := os.read(right, 65536).split():  # each was written at once
                 end = float(lines[-1])
-            if not data:
+            else:
                 sources.remove(right)
         if not asked and (right not in sources or _now() >= end - grace_s):
             program.terminate()

@@ -6,8 +6,8 @@ terraform is at ends with the lease. Then what an earlier holder may have left i
 - A lock of Terraform's state that is older than the lease is removed. Its terraform has ended: it ends with the process
   that started it, and at the latest with the lease under which that was (guard.py); and this lease was taken once that
   one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
-- A state that could not be stored, and lies in the folder, is stored.
-- What the cloud holds of the run and no state does, as it was made in the moment of a death, is ended.
+- What the cloud holds of the run and no state does, as it was made in the moment of a death or its state could not be
+  stored, is ended.
 - Where the earlier holder was ending the nodes, all that there is is ended before anything is made: he may stand still
   before his last call, and go on later. By then what it names is gone, and its name is not given again (aws.py).
 
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.launch.process import boot_id
@@ -35,8 +35,11 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cost import Meter
 from flows.provision.leases import By, Claimant, Leases
-from flows.provision.nodes import Cloud, Host, Nodes, completed, control_outputs
+from flows.provision.nodes import Host, Nodes, completed, control_outputs
 from flows.provision.terraform import KilledError, LockedError, Plan
+
+if TYPE_CHECKING:
+    from flows.provision.aws import Aws
 
 T = TypeVar("T")
 
@@ -85,7 +88,7 @@ class LeasedNodes:
         patience_s: float | None = None,
         prices: Mapping[str, float | None] | None = None,
         leases: Leases | None = None,
-        cloud: Cloud | None = None,
+        cloud: Aws | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
@@ -252,7 +255,6 @@ class LeasedNodes:
         self._held.renew(anew=self._failed, ending=ending or None)
         self._failed = False
         self._unlock()
-        self._nodes.terraform.store_unstored()
         if found := self._cloud.found(self.run):
             held = set() if begun else self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
@@ -346,7 +348,7 @@ def passes(error: ProvisionError | StorageError) -> bool:
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 
 
-def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
+def cloud_of(foundation: Mapping[str, Any]) -> Aws:
     """What `control` has made it in."""
     from flows.provision.aws import Aws  # boto3 is dear to import
 

@@ -6,10 +6,10 @@ What `control` has made (`make control`) is found in its state, so that a reques
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from areal_core.errors import ConfigError
 from areal_core.launch.supervisor import FileLock
@@ -139,16 +139,3 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.id}"
-
-
-class Cloud(Protocol):
-    """Raises ProvisionError."""
-
-    def found(self, run: str | None = None) -> list[Found]:
-        """What there is of a run, or of all of them, nodes first. What is about to be gone is left out."""
-        ...
-
-    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
-        """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
-        each of them, and while it waits, `confirm` is called, which raises once this process may do so no more."""
-        ...

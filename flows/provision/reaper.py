@@ -5,33 +5,35 @@ the cloud's own calls, sees that nothing is left, and gives the lease back. It n
 what is gone. Last comes the sweep. A lease comes before everything that is made under it, and is given back once
 nothing is left. So what has none is nobody's.
 
-It may be killed at any point, and several may run at once: what is not done, the next one does.
+It may be killed at any point, and several may run at once: what is not done, the next one does, once the lease of this
+one has run out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from areal_core.errors import ArealError
 from areal_core.storage.objects import Storage
 from flows.provision.cost import Meter
 from flows.provision.leased import LeftError, cloud_of, tried
 from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
-from flows.provision.nodes import NODE, Cloud, Found, control_outputs
+from flows.provision.nodes import NODE, Found, control_outputs
+
+if TYPE_CHECKING:
+    from flows.provision.aws import Aws
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
 _AT_ONCE = 4
 _STORE_S = 30.0  # of patience with the store
-_STATES = "terraform/runs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class Reaper:
         leases: Leases,
         state: Path,
         *,
-        cloud_of: Callable[[Mapping[str, Any]], Cloud],
+        cloud_of: Callable[[Mapping[str, Any]], Aws],
         foundation: Mapping[str, Any],
         length_s: float = LEASE_S,
         young_s: float = YOUNG_S,
@@ -106,7 +108,8 @@ class Reaper:
         """What is known of a run, and what was ended of it; None where somebody else was faster."""
         run = known.run
         try:
-            with self._taken(run) as held:
+            claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")
+            with self._leases.acquire(run, claimant, self._length_s, request=None) as held:
                 cloud = self._cloud_of(_foundation(held.lease, self._foundation))
                 found, meter = set[Found](), Meter({}, held.lease.spent)
                 tried(run, partial(self._end_found, cloud, held, found, meter), self._log)
@@ -121,7 +124,7 @@ class Reaper:
         ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
         return self._told(replace(known, ended=ended, cost=_cost(meter)))
 
-    def _end_found(self, cloud: Cloud, held: Held, found: set[Found], meter: Meter) -> None:
+    def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:
         """End what the cloud holds of the run; `found` and `meter` learn of it. Raises LeftError."""
         run = held.lease.run
         there = cloud.found(run)
@@ -130,21 +133,6 @@ class Reaper:
         cloud.end(there, held.confirm)
         if left := cloud.found(run):
             raise LeftError(f"run {run}: {', '.join(map(str, left))} could not be ended")
-
-    @contextlib.contextmanager
-    def _taken(self, run: str) -> Iterator[Held]:
-        """The lease of a run, or one in its place; put down where it is not given back."""
-        claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")
-        held = self._leases.acquire(run, claimant, self._length_s, request=None)
-        with held:
-            try:
-                yield held
-            except BaseException:
-                try:
-                    held.put_down()
-                except ArealError as error:
-                    self._log(f"run {run}: its lease was left as it is: {error}")
-                raise
 
     # -- the sweep -----------------------------------------------------------------------------------------------------
 
@@ -155,8 +143,7 @@ class Reaper:
             if not found:
                 return
             live = set(self._leases.live())
-            states = [PurePosixPath(name) for name in self._leases.storage.list(_STATES)]
-            known = {*self._leases.known(), *(path.stem for path in states if path.suffix == ".tfstate")}
+            known = set(self._leases.known())
         except ArealError as error:
             yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
             return

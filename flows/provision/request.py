@@ -16,6 +16,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 
 ROLES = ("generation", "trainer")
+NODES_POOL = "areal-nodes"  # Prefect's, that the workers of nodes serve
 _TRACKING = "MLFLOW_TRACKING_URI"
 
 
@@ -42,7 +43,7 @@ def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: d
             "owner": its.owner or f"{getpass.getuser()}@{socket.gethostname()}",
             "expires_at": (now + timedelta(hours=its.hours)).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         },
-        "prefect": {"api_url": its.prefect_api_url or _api_url(control), "work_pool": its.work_pool},
+        "prefect": {"api_url": its.prefect_api_url or _api_url(control), "work_pool": NODES_POOL},
         "environment": environment,
         "secrets": shell_pairs("provision.secrets", its.secrets),
         "software": {"path": its.software} | ({} if its.install is None else {"install": _script(its.install)}),
@@ -78,9 +79,9 @@ def servers_per_node(config: RunConfig) -> int:
     return config.generation_servers // max(1, config.provision.generation.count)
 
 
-def queue(config: RunConfig, run_id: str, role: str) -> str:
+def queue(run_id: str, role: str) -> str:
     """The work queue that nodes of a role take their shares from."""
-    return role if config.provision.kind == "static" else f"{run_id}-{role}"
+    return f"{run_id}-{role}"
 
 
 def _api_url(control: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -35,14 +34,10 @@ BINARY = "AREAL_TERRAFORM"  # another program than terraform
 
 Action = Literal["create", "update", "replace", "delete"]
 
-_STATE_FORMAT = 4  # of `state pull`; `show` would have the provider's schema loaded, for seconds, to say the same
-_PLAN = "plan-"  # how its files' names begin
 _TOLD = ("apply_start", "apply_complete", "apply_errored")  # of what it prints, what people want to see
 _RULE = "This was checked by the validation rule"  # how it ends what is wrong with a variable
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _MACHINE = ("-input=false", "-json")
-_UNSTORED = "errored.tfstate"  # where it leaves a state that it could not store
-_SUPERSEDED = re.compile("cannot (import|overwrite)", re.IGNORECASE)
 _LOCKED = "acquiring the state lock"
 _LATE_S = 0.5  # for a guard to see that what it guards is to be killed
 
@@ -113,11 +108,8 @@ class Terraform:
         self._stop_at = math.inf  # by CLOCK_BOOTTIME
 
     def init(self) -> None:
-        """Make the working copy, and connect it with the state. A state that could not be stored is kept."""
-        with contextlib.suppress(FileNotFoundError):
-            (self._root / _UNSTORED).replace(self._folder / _UNSTORED)
+        """Make the working copy, and connect it with the state."""
         shutil.rmtree(self._folder / "copy", ignore_errors=True)
-        self._remove_plans()
         shutil.copytree(INFRA, self._folder / "copy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         plugins = [f"-plugin-dir={os.environ[PLUGINS]}"] if PLUGINS in os.environ else []
         backend = [f"-backend-config={name}={value}" for name, value in self._backend.items()]
@@ -127,18 +119,13 @@ class Terraform:
         """Leave nothing in the folder that `init` makes, programs of providers above all."""
         for made in ("copy", "data"):
             shutil.rmtree(self._folder / made, ignore_errors=True)
-        self._remove_plans()
-
-    def _remove_plans(self) -> None:
-        for plan in self._folder.glob(f"{_PLAN}*"):
-            plan.unlink()
 
     def plan(self, variables: Mapping[str, Any], *, destroy: bool = False, replace: Iterable[str] = ()) -> Plan:
         """What is to change for the root module to be as `variables` say, or to be gone; `replace` are addresses of
         resources that are to be made anew."""
         (self._root / "given.auto.tfvars.json").write_text(json.dumps(variables))
         options = ["-destroy"] if destroy else [f"-replace={address}" for address in replace]
-        path = self._folder / f"{_PLAN}{secrets.token_hex(4)}"  # never another than was shown
+        path = self._root / f"plan-{secrets.token_hex(4)}"  # never another than was shown
         said = self._call("plan", *_MACHINE, self._lock, f"-out={path}", *options)
         planned = [each["change"] for each in said if each.get("type") == "planned_change"]
         changes = (Change(each["resource"]["addr"], each["action"]) for each in planned)
@@ -150,10 +137,8 @@ class Terraform:
 
     def held(self) -> set[tuple[str, str]]:
         """Everything that the state holds: type and id."""
-        pulled = self._output("state", "pull").strip()
-        state = json.loads(pulled) if pulled else {"version": _STATE_FORMAT, "resources": []}
-        if state["version"] != _STATE_FORMAT:
-            raise ProvisionError(f"{self._binary}: its state has format {state['version']}: needs {_STATE_FORMAT}")
+        pulled = self._output("state", "pull").strip()  # `show` would load the provider's schema, for seconds
+        state = json.loads(pulled) if pulled else {"resources": []}
         return {
             (each["type"], str(instance["attributes"]["id"]))
             for each in state["resources"]
@@ -161,21 +146,6 @@ class Terraform:
             for instance in each["instances"]
             if instance["attributes"].get("id")
         }
-
-    def store_unstored(self) -> None:
-        """Store the state that an earlier process could not store, if there is one. It is dropped where the stored one
-        has gone on without it."""
-        for path in (self._root / _UNSTORED, self._folder / _UNSTORED):
-            if not path.exists():
-                continue
-            try:
-                self._call("state", "push", self._lock, str(path))
-                self._log("terraform: stored the state that could not be stored before")
-            except ProvisionError as error:
-                if not _SUPERSEDED.search(str(error)):
-                    raise
-                self._log("terraform: the state that could not be stored is no longer the newest one")
-            path.unlink()
 
     def unlock(self, lock: str) -> None:
         """Remove the lock of this id, which nobody holds any more."""

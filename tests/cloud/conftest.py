@@ -53,7 +53,7 @@ _lack = cache(lambda: missing() or emulation_missing())
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the files that take longest, and while these wait for terraform, those that do not. A reaper ends what has
     no lease, as the nodes of other files have none: it has a cloud without them."""
-    first = ("test_flow.py", "test_leased.py", "test_emulated_cloud.py", "test_terraform.py", "test_control.py")
+    first = ("test_flow.py", "test_leased.py", "test_terraform.py", "test_control.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
@@ -104,7 +104,7 @@ def plane(
     state = tmp_path_factory.mktemp("plane")
     (state / "control").mkdir()
     shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
-    cloud.clear()
+    cloud.boot_never(0)
     with plane_on(cloud, state, infra) as running:
         yield running
     cloud.boot_never(None)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
 @pytest.fixture(autouse=True)
 def _machines_boot(cloud: EmulatedCloud) -> Iterator[None]:
-    cloud.clear()
+    cloud.boot_never(0)
     yield
     cloud.boot_never(None)
 

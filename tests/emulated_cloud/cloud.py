@@ -22,7 +22,6 @@ import psutil
 from flows.stack import ROOT
 from tests.emulated_cloud import init
 from tests.emulated_cloud.daemon import ADDRESS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
-from tests.emulated_cloud.proxy import Fault, Kind
 from tests.support import namespaces
 from tests.support.cloud import Cloud
 from tests.support.processes import wait_for
@@ -149,26 +148,6 @@ class EmulatedCloud(Cloud):
         """The calling thread, and what it starts, is on the control host."""
         with namespaces.entered(self.control_host):
             yield
-
-    # Faults.
-
-    def fault(
-        self, call: str, kind: Kind, *, code: str = "InternalError", delay_s: float = 0.0, count: int | None = 1
-    ) -> None:
-        """Spoil the next `count` calls (None: all) that match `call`.
-
-        `call` is a pattern of names: `RunInstances`, `Describe*`; of S3 `PUT /bucket/key*`. Kinds: `refuse` with AWS's
-        error `code` (of EC2 and S3), `delay` by `delay_s`.
-        """
-        self._ask("fault", **msgspec.to_builtins(Fault(call=call, kind=kind, code=code, delay_s=delay_s, count=count)))
-
-    def faults(self) -> list[Fault]:
-        """Those that have not all been met."""
-        return msgspec.convert(self._ask("faults"), list[Fault])
-
-    def clear(self) -> None:
-        """No more faults of calls and of boots."""
-        self._ask("clear")
 
     def boot_never(self, count: int | None = 1) -> None:
         """The next `count` machines (None: all) run nothing: they are on the network, and that is all."""

@@ -25,7 +25,7 @@ from botocore.exceptions import ClientError
 
 from areal_core.launch.process import die_with_parent
 from tests.emulated_cloud.machines import PREFIX, Machine, Site, reach_all
-from tests.emulated_cloud.proxy import TERMINATED, Fault, Proxy
+from tests.emulated_cloud.proxy import TERMINATED, Proxy
 from tests.support import namespaces
 from tests.support.cloud import Cloud, emulated, tags_of
 from tests.support.namespaces import Switch
@@ -182,9 +182,6 @@ class Daemon:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         asked: dict[str, Callable[..., Any]] = {
-            "fault": lambda **fault: self._proxy.faults.append(msgspec.convert(fault, Fault)),
-            "faults": lambda: msgspec.to_builtins(self._proxy.faults),
-            "clear": self._clear,
             "boot_never": self._boot_never,
             "machines": self._tell,
             "reclaim": self._reclaim,
@@ -196,10 +193,6 @@ class Daemon:
 
     def _tell(self) -> dict[str, int]:
         return {instance: pid for instance, machine in self._machines.items() if (pid := machine.pid) is not None}
-
-    def _clear(self) -> None:
-        self._proxy.faults.clear()
-        self._never = 0
 
     def _boot_never(self, count: int | None) -> None:
         self._never = count

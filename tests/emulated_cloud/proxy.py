@@ -1,9 +1,7 @@
-"""What stands before moto's server: hands calls on, spoils those that a fault meets, and does what AWS does and moto
-doesn't.
+"""What stands before moto's server: hands calls on, and does what AWS does and moto doesn't.
 
 - RunInstances with a launch template: the instance is in the subnet and the security groups of the template.
 - TerminateInstances of one that is terminated: moto looks for its interface, and refuses.
-- A call with a `ClientToken` that has been carried out is not carried out again: the first answer comes back.
 - DescribePlacementGroups: there are none.
 """
 
@@ -14,11 +12,9 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
-import msgspec
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, web
 from multidict import CIMultiDict
 from yarl import URL
@@ -31,23 +27,12 @@ _TIMEOUT_S = 300.0
 _DONE = 200
 
 Answer = tuple[int, CIMultiDict[str], bytes]
-Kind = Literal["refuse", "delay"]
-
-
-class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of calls whose name matches `call`, a pattern as of a shell: of the next `count` ones, or all."""
-
-    call: str
-    kind: Kind
-    code: str = "InternalError"  # of what is refused
-    delay_s: float = 0.0  # before it is carried out
-    count: int | None = 1
 
 
 @dataclass(frozen=True)
 class _Call:
     service: str  # ec2, iam, sts, s3, ssm
-    name: str  # RunInstances, CreateRole, GetParameters; of S3 the request, as "PUT /bucket/key"
+    name: str  # RunInstances, CreateRole, GetParameters; empty of S3
     fields: Mapping[str, str]  # of those that come as a form
 
 
@@ -55,9 +40,7 @@ class Proxy:
     """`changed` is called when a call may have changed instances; `describe` is DescribeLaunchTemplateVersions."""
 
     def __init__(self, moto: str, *, describe: Callable[..., Any], changed: Callable[[], None]) -> None:
-        self.faults: list[Fault] = []  # those that are still to come; a call meets one at most
         self._moto, self._describe, self._changed = moto, describe, changed
-        self._carried_out: dict[tuple[str, str], asyncio.Task[Answer]] = {}  # by the call's name and its token
 
     async def serve(self, listening: socket.socket) -> None:
         self._session = ClientSession(
@@ -75,31 +58,8 @@ class Proxy:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await request.content.read()
         call = _call_of(request, body)
-        fault = self._fault_of(call)
-        if fault is not None and fault.kind == "refuse":
-            return web.Response(status=400, content_type="text/xml", body=_refusal(call, fault.code))
-        if fault is not None:
-            await asyncio.sleep(fault.delay_s)
-        status, headers, content = await self._carry_out(call, request, body)
+        status, headers, content = await self._hand_on(call, request, body)
         return web.Response(status=status, headers=headers, body=content)
-
-    def _fault_of(self, call: _Call) -> Fault | None:
-        found = next((fault for fault in self.faults if fnmatchcase(call.name, fault.call)), None)
-        if found is not None and found.count is not None:
-            found.count -= 1
-            if found.count == 0:
-                self.faults.remove(found)
-        return found
-
-    async def _carry_out(self, call: _Call, request: web.BaseRequest, body: bytes) -> Answer:
-        """Once for each token, however often it is asked for."""
-        token = (call.name, call.fields.get("ClientToken", ""))
-        if not token[1]:
-            return await self._hand_on(call, request, body)
-        known = self._carried_out.get(token)
-        if known is None or (known.done() and (known.exception() or known.result()[0] != _DONE)):
-            known = self._carried_out[token] = asyncio.create_task(self._hand_on(call, request, body))
-        return await asyncio.shield(known)  # who asked may have gone
 
     async def _hand_on(self, call: _Call, request: web.BaseRequest, body: bytes) -> Answer:
         if call.name == "DescribePlacementGroups":
@@ -154,13 +114,7 @@ def _call_of(request: web.BaseRequest, body: bytes) -> _Call:
     if request.headers.get("Content-Type", "").startswith("application/x-www-form-urlencoded"):
         fields = dict(parse_qsl(body.decode(), keep_blank_values=True))
         return _Call(service, fields.get("Action", ""), fields)
-    return _Call(service, f"{request.method} {urlsplit(request.raw_path).path}", {})
-
-
-def _refusal(call: _Call, code: str) -> bytes:
-    """As EC2 or S3 writes it."""
-    text = f"<Error><Code>{code}</Code><Message>As the test has asked for.</Message></Error>"
-    return (f"<Response><Errors>{text}</Errors></Response>" if call.service == "ec2" else text).encode()
+    return _Call(service, "", {})
 
 
 def _written(name: str, text: str) -> Answer:

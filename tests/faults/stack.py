@@ -117,9 +117,9 @@ class Train:
         assert {state for state, _ in self.flow_runs()[:-1]} <= {"Completed", "Failed", "Crashed", "Cancelled"}
         return status
 
-    def completed(self, steps: int, *, attempts: int = 1, tracked: bool = True) -> None:
+    def completed(self, steps: int, *, tracked: bool = True) -> None:
         assert self.end() == 0, self.output()
-        assert self.flow_runs()[-1] == Recorded("Completed", attempts)
+        assert self.flow_runs()[-1] == Recorded("Completed", 1)
         assert self.run.summary.exists()
         assert self.output().count(f"{steps} (stop reason: steps)") == 1
         assert not tracked or self.tracked() == "FINISHED"

@@ -1,31 +1,64 @@
-"""The short form of `make bench NAME=provisioning`: some scenes of its half by script."""
+"""The short form of `make bench NAME=provisioning`, and what it says of code that lacks one of its safeguards."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.provisioning import campaign, world
+from flows.provision.leased import LeasedNodes
+from flows.provision.leases import Held, Leases
+from tests.provisioning import campaign
+from tests.provisioning.model import Store
 
-pytestmark = pytest.mark.nightly
-
-
-@pytest.mark.slow
-@pytest.mark.recovery
-@pytest.mark.cpu_seconds(60)
-def test_scenes_of_all_kinds(tmp_path: Path) -> None:
-    outcomes = campaign.run(tmp_path, 15, 1, print, at_once=3)
-    assert [line for outcome in outcomes for line in outcome.findings.problems()] == []
-    assert sum(len(outcome.struck) for outcome in outcomes) >= 15
+SEED = 1
 
 
-def test_every_place_is_one_that_somebody_comes_to() -> None:
-    """A place whose name has changed would never be struck."""
-    text = "".join((Path(world.__file__).with_name(name)).read_text() for name in ("program.py", "world.py"))
-    places = set(re.findall(r'f?"([a-z{}-]+:[a-z{}-]+|init|pull|output|force-unlock)"', text))
-    kinds = ("plan", "destroy-plan", "apply", "destroy")
-    whats = ("acquire", "renewal", "release")
-    named = {place.format(kind=kind, what=what) for place in places for kind in kinds for what in whats}
-    assert {fault["place"] for fault in campaign.faults()} - named == set()
+def found(folder: Path, faults: int) -> list[str]:
+    outcomes = campaign.run(folder, faults, SEED, lambda line: None)
+    return [line for outcome in outcomes for line in outcome.findings.problems()]
+
+
+def test_nothing_leaks_and_nothing_of_others_is_changed(tmp_path: Path) -> None:
+    assert found(tmp_path, 300) == []
+
+
+def steal(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Leases, "is_over", lambda self, lease: True)
+
+
+def overwrite(patched: pytest.MonkeyPatch) -> None:
+    def put_over(self: Any, name: str, data: bytes, mark: str | None, put: Any = Store.put_over) -> str:
+        return put(self, name, data, self._world.objects.get(name, (b"", None))[1])
+
+    patched.setattr(Store, "put_over", put_over)
+
+
+def run_on(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Held, "remaining_s", lambda self: 1.0)
+
+
+def do_not_renew(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Held, "renew", lambda self, **_: None)
+
+
+def leave_locked(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(LeasedNodes, "_unlock", lambda self: None)
+
+
+def leave_strays(patched: pytest.MonkeyPatch) -> None:
+    def settle(self: Any, **_: Any) -> None:
+        self._held.renew()
+        self._unlock()
+
+    patched.setattr(LeasedNodes, "_settle", settle)
+
+
+@pytest.mark.parametrize("mutate", [steal, overwrite, run_on, do_not_renew, leave_locked, leave_strays])
+def test_a_safeguard_that_is_not_there_is_missed(
+    mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert found(tmp_path, 100)

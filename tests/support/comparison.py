@@ -9,7 +9,7 @@ from flows.comparison.design import Trial
 from flows.comparison.trials import TrialResult
 
 
-def made_up(trial: Trial, *, start_s: float = 1e9, **known: Any) -> TrialResult:
+def made_up(trial: Trial, **known: Any) -> TrialResult:
     """A trial of steps of one second, whose accuracy rises from 0.2 to 0.9; `known` fields of its summary."""
     config = trial.config
     steps = range(1, config.training.steps + 1)
@@ -43,9 +43,8 @@ def made_up(trial: Trial, *, start_s: float = 1e9, **known: Any) -> TrialResult:
         "reward/mean": [(step, scored[step]) for step in steps],
         "bubble/trainer_wait": [(step, 0.6 if config.mode == "sync" else 0.3) for step in steps],
     }
-    ran = (start_s, start_s + steps[-1])
-    return TrialResult(trial=trial, summary=RunSummary(**summary | known), failure=None, curves=curves, ran=ran)
+    return TrialResult(trial=trial, summary=RunSummary(**summary | known), failure=None, curves=curves)
 
 
 def failed(trial: Trial, reason: str) -> TrialResult:
-    return TrialResult(trial=trial, summary=None, failure=reason, curves={}, ran=None)
+    return TrialResult(trial=trial, summary=None, failure=reason, curves={})

@@ -131,7 +131,11 @@ class Plane(ControlPlane):
         """The shares of these names, once nodes that are as they should be have them all."""
 
         def there() -> dict[str, FlowRun] | None:
-            found = {name: runs[0] for name, runs in self.shares(run_id).items() if "checked" in runs[0].tags}
+            found = {
+                name: runs[0]
+                for name, runs in self.shares(run_id).items()
+                if any(tag.startswith("node:") for tag in runs[0].tags)
+            }
             return found if found.keys() == names else None
 
         return self.until("all nodes have their shares", there, flow_run, 300.0)

@@ -1,23 +1,18 @@
-"""The report says what was compared, what failed, what differs and how sure that is; and draws learning curves."""
+"""The report says what was compared, what failed, what differs and how sure that is."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from flows.comparison.design import Trial, plan_trials
 from flows.comparison.report import (
     EMULATED,
-    _line,
-    draw_learning_curves,
-    median_line,
     metrics,
+    report_page,
     result_table,
     result_title,
-    write_report,
 )
 from flows.comparison.trials import TrialResult
 from tests.support.comparison import failed, made_up
@@ -37,8 +32,8 @@ def _known(trial: Trial, **known: float) -> TrialResult:
     return made_up(trial, **{"effective_tokens_per_s": base * factor, "accuracy_after": score, **known})
 
 
-def _page(folder: Path, results: Sequence[TrialResult]) -> str:
-    return write_report("study", _ARMS, results, folder / "report")[0].read_text()
+def _page(results: Sequence[TrialResult]) -> str:
+    return report_page("study", _ARMS, results)
 
 
 def _row(page: str, start: str) -> list[str]:
@@ -47,8 +42,8 @@ def _row(page: str, start: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def test_table_holds_medians_intervals_ratios_and_verdicts(tmp_path: Path) -> None:
-    page = _page(tmp_path, [_known(trial) for trial in _trials()])
+def test_table_holds_medians_intervals_ratios_and_verdicts() -> None:
+    page = _page([_known(trial) for trial in _trials()])
     assert _row(page, "effective tokens/s") == ["200 [100, 400]", "250 [150, 800]; 1.50x [1.25, 2.00] higher"]
     assert _row(page, "final score, held-out accuracy") == [
         "0.900 [0.900, 0.900]",
@@ -56,21 +51,19 @@ def test_table_holds_medians_intervals_ratios_and_verdicts(tmp_path: Path) -> No
     ]
     assert _row(page, "trainer waits, % of time")[1] == "30.0 [30.0, 30.0]; -30.0 [-30.0, -30.0] lower"
     assert "An interval of 3 values holds the true median with 75 %" in page
-    assert "Seeds 1, 2, 3, the same in every arm; 6 trials, taken in turns." in page
+    assert "Seeds 1, 2, 3, the same in every arm; 6 trials." in page
     assert "5,120 trajectories a trial" in page
     assert "| sync | mode=sync |  | 2 + 2 | 3 of 3 |" in page
     settings = r"mode=async rollout.max\_staleness=1 | mode, rollout.max\_staleness"
     assert f"| async-1 | {settings} | 2 + 2 | 3 of 3 |" in page
     assert "Failed" not in page
     assert EMULATED not in page
-    assert "](learning-curves.png)" in page
-    assert (tmp_path / "report" / "learning-curves.png").stat().st_size
 
 
-def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds(tmp_path: Path) -> None:
+def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds() -> None:
     results = [_known(trial, starts=1 + (trial.run_id == "study.sync.s2")) for trial in _trials()]
     results = [failed(r.trial, "no new_step") if r.trial.run_id == "study.async-1.s3" else r for r in results]
-    page = _page(tmp_path, results)
+    page = _page(results)
     assert page.index(r"- async-1, seed 3: no new\_step") < page.index("## Results")
     assert page.index("- sync, seed 2: resumed: its times include work done twice") < page.index("## Results")
     fewer = "200 [150, 250] (n=2: 50 %); 1.38x [1.25, 1.50] (n=2: 50 %) higher"
@@ -85,15 +78,15 @@ def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds(t
         ({("async-1", seed) for seed in (1, 2, 3)}, "-"),
     ],
 )
-def test_only_pairs_are_compared(tmp_path: Path, lost: set[tuple[str, int]], cells: str) -> None:
+def test_only_pairs_are_compared(lost: set[tuple[str, int]], cells: str) -> None:
     results = [failed(t, "dead") if (t.arm, t.seed) in lost else _known(t) for t in _trials()]
-    assert _row(_page(tmp_path, results), "effective tokens/s")[1] == cells
+    assert _row(_page(results), "effective tokens/s")[1] == cells
 
 
-def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_left_out(tmp_path: Path) -> None:
+def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_left_out() -> None:
     def cell(row: str, field: str, sync: float, other: float) -> str:
         results = [_known(trial, **{field: sync if trial.arm == "sync" else other}) for trial in _trials()]
-        return _row(_page(tmp_path, results), row)[1]
+        return _row(_page(results), row)[1]
 
     score = "final score, held-out accuracy"
     assert "+0.000 [+0.000, +0.000]" in cell(score, "accuracy_after", 0.9, 0.8999999)
@@ -101,26 +94,14 @@ def test_difference_too_small_to_be_shown_has_no_sign_and_ratio_to_nothing_is_le
     assert cell("effective tokens/s", "effective_tokens_per_s", 0.0, 1.0) == "1.00 [1.00, 1.00]"
 
 
-def test_emulated_accelerators_are_announced_before_anything_else(tmp_path: Path) -> None:
+def test_emulated_accelerators_are_announced_before_anything_else() -> None:
     trials = _trials([1, 2], "generation.engine=emulated", "training.engine=emulated")
     results = [made_up(trial) for trial in trials]
-    page = _page(tmp_path, results)
+    page = _page(results)
     assert page.index(EMULATED) < page.index("Experiment cpu")
     assert "score" not in page.split("## Results")[1].split("\n\n")[1]
     assert "qwen-1.5b on 2 h800" in page
-    assert not (tmp_path / "report" / "learning-curves.png").exists()
     assert result_title("study", _ARMS, results).startswith(EMULATED)
-
-
-def _at(trial: Trial, place: int) -> TrialResult:
-    return dataclasses.replace(failed(trial, "of no matter"), ran=(1e9 + 100.0 * place, 1e9 + 100.0 * place + 90.0))
-
-
-def test_trials_that_ran_later_than_their_reference_are_named(tmp_path: Path) -> None:
-    trials = _trials()
-    assert "trials, taken in turns" in _page(tmp_path, [_at(trial, place) for place, trial in enumerate(trials)])
-    late = [_at(trial, place + 50 * (trial.arm == "async-1")) for place, trial in enumerate(trials)]
-    assert "another time than sync of the same seed ran async-1 (seeds 1, 2, 3)" in _page(tmp_path, late)
 
 
 def test_headline_has_speed_ratio_score_and_trials_of_every_arm() -> None:
@@ -142,31 +123,3 @@ def test_metrics_hold_ratios_and_differences_with_their_intervals() -> None:
     assert [found[key] for key in (speed, f"{speed}.low", f"{speed}.high")] == [1.5, 1.25, 2.0]
     assert found["comparison/async-1.final_score.difference"] == pytest.approx(0.0)
     assert not any("sync." in key and "async" not in key for key in found)
-
-
-_MANY = {"sync": ["mode=sync"]} | {f"eta-{n}": [f"rollout.max_staleness={n}"] for n in range(1, 13)}
-
-
-def test_more_arms_than_colours_and_an_arm_without_a_trial_are_drawn(tmp_path: Path) -> None:
-    results = [made_up(trial) for trial in plan_trials("f", "cpu-async", _MANY, [1, 2], ["training.steps=3"])]
-    results = [failed(r.trial, "dead") if r.trial.arm == "eta-1" else r for r in results]
-    draw_learning_curves(list(_MANY), results, 0.5, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_curve_over_time_starts_at_nought_and_leaves_out_points_without_a_place() -> None:
-    trial = plan_trials("f", "cpu-async", _MANY, [1])[0]
-    scores = [(0, 0.1), (1, 0.5), (2, float("nan")), (3, 0.9)]
-    curves = {"heldout/accuracy": scores, "time/elapsed_s": [(1, 2.5), (2, 4.0)]}
-    result = dataclasses.replace(made_up(trial), curves=curves)
-    assert _line(result, "heldout/accuracy", None) == {0: (0.0, 0.1), 1: (1.0, 0.5), 3: (3.0, 0.9)}
-    assert _line(result, "heldout/accuracy", "time/elapsed_s") == {0: (0.0, 0.1), 1: (2.5, 0.5)}
-
-
-def test_a_median_ends_with_the_shortest_run() -> None:
-    runs = [
-        {1: (1.0, 0.1), 2: (2.0, 0.5), 3: (3.0, 0.9)},
-        {1: (2.0, 0.3), 2: (6.0, 0.4)},
-        {2: (3.0, 0.0), 5: (9.0, 1.0)},
-    ]
-    assert median_line(runs) == [(1.5, 0.2), (3.0, 0.4)]

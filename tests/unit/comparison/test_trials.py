@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from areal_core.errors import ProcessError
 from areal_core.run.launcher import read_summary, run_folder
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
-from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import MetricRow, RunSummary
 from flows.comparison.design import Comparison, Trial, plan_trials
 from flows.comparison.parent import Parent, open_parent
@@ -43,8 +41,6 @@ class Runs:
             outbox.log([MetricRow(key="reward/mean", step=step, value=0.1 * step, time_s=1.0) for step in (2, 1)])
         if reason := self._failing.get(run_id):
             raise ProcessError(reason)
-        now = time.monotonic()
-        TimelineWriter(run.timeline_file("trainer")).span("train", now - 1.0, now, 1)
         summary = self._made_up[run_id]
         assert summary is not None
         write_json(run.summary, dataclasses.asdict(summary))
@@ -64,8 +60,6 @@ def test_result_is_what_the_run_left(tmp_path: Path) -> None:
     assert result.summary is not None
     assert result.summary.run_id == "t.sync.s1"
     assert result.curves == {"reward/mean": [(1, 0.1), (2, 0.2)]}
-    assert result.ran is not None
-    assert result.ran[1] - result.ran[0] == pytest.approx(1.0)
     assert load_result(trials[0]) == result
 
 
@@ -88,7 +82,7 @@ def test_run_that_can_not_start_is_a_failed_trial(tmp_path: Path) -> None:
     assert result.summary is None
     assert result.failure is not None
     assert result.failure.startswith("state_dir: can't write to ")
-    assert (result.curves, result.ran) == ({}, None)
+    assert result.curves == {}
 
 
 def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,15 +112,18 @@ def cloud() -> Cloud:
 
 
 @contextmanager
-def fleet_of(
-    cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False, up: bool = True
-) -> Iterator[Fleet]:
-    supply, options = None if given else cloud, {"log": cloud.said.append, "clock": lambda: cloud.now}
-    with Fleet(config, cloud.hosts(), cloud, supply, restarts=2, **options) as fleet:
+def fleet_of(cloud: Cloud, config: ProvisionConfig = CONFIG, *, up: bool = True) -> Iterator[Fleet]:
+    shares: Any = cloud
+    options: dict[str, Any] = {"log": cloud.said.append, "clock": lambda: cloud.now}
+    with Fleet(config, cloud.hosts(), shares, shares, restarts=2, **options) as fleet:
         if up:
             cloud.up()
         fleet.look()
         yield fleet
+
+
+def all_run(fleet: Fleet) -> bool:
+    return all(share.seen.stage is Stage.RUNS for share in fleet.shares)
 
 
 def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
@@ -146,7 +147,7 @@ def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again
         assert cloud.newest("generation-0") == "generation-0/0"  # the others stay
         cloud.up()
         fleet.look()
-        assert fleet.ready
+        assert all_run(fleet)
         cloud.becomes("trainer-0", Stage.DONE)
         fleet.look()
         assert fleet.over
@@ -169,7 +170,7 @@ def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
         cloud.pass_s(fleet, 5)
         cloud.silence = dict.fromkeys(cloud.silence, 1.0)
         cloud.pass_s(fleet, 60)
-        assert fleet.ready
+        assert all_run(fleet)
     assert cloud.replaced == cloud.lost == []
 
 
@@ -195,7 +196,7 @@ def test_a_node_that_never_comes_up_is_replaced(cloud: Cloud, taken: bool) -> No
         until(fleet, lambda: cloud.replaced == [["generation-1"]])
         until(fleet, lambda: cloud.newest("generation-1") == f"generation-1/{int(taken)}")
         cloud.up()
-        until(fleet, lambda: fleet.ready)
+        until(fleet, lambda: all_run(fleet))
     assert cloud.lost == ["generation-1/0"] * taken
 
 
@@ -292,29 +293,6 @@ def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monk
         assert next(share for share in fleet.shares if share.name == "generation-0").failures == 1
 
 
-def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
-    with fleet_of(cloud, given=True) as fleet:
-        cloud.pass_s(fleet, 31)
-        cloud.silence[cloud.node("generation-0")] = 1000.0
-        fleet.look()
-        assert any("generation-0 is given up" in line for line in cloud.said)
-        cloud.becomes("trainer-0", Stage.BAD_NODE, "no driver")
-        with pytest.raises(ProcessError, match=r"^trainer-0: no driver$"):
-            fleet.look()
-
-
-class _Task:
-    """A task of Prefect's, without Prefect."""
-
-    def with_options(self, name: str) -> _Task:
-        return self
-
-    def submit(self, *arguments: Any, body: Any = on_nodes.wait.fn) -> Any:
-        thread = threading.Thread(target=body, args=arguments, daemon=True)
-        thread.start()
-        return MagicMock(wait=thread.join)
-
-
 class AskedToEndError(BaseException):
     """As Prefect raises it in the main thread where the process is sent SIGTERM."""
 
@@ -353,25 +331,17 @@ def test_the_reaper_is_called_where_the_flow_is_asked_to_end(
     assert client.create_flow_run_from_deployment.called is called
 
 
-@pytest.mark.cpu_seconds(10)
 def test_a_node_that_does_not_see_the_end_of_its_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_nodes, "wait", _Task())
     for name in ("_LOOK_S", "_SEE_S"):
         monkeypatch.setattr(on_nodes, name, 0.01)
     monkeypatch.setattr(on_nodes, "_show_progress", MagicMock())
     config = ProvisionConfig(kind="terraform", image="ami-1", generation=CPU, trainer=CPU)
-    work = MagicMock()
+    work, progress = MagicMock(), MagicMock()
     work.give = lambda role, index: f"{role}-{index}"
     work.seen = lambda ids: {each: Seen(Stage.DONE if each == "trainer-0" else Stage.RUNS, None, "") for each in ids}
-    progress = MagicMock()
     progress.cancelled_unheard.return_value = False
-    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def watch(fleet: Fleet) -> None:
-        on_nodes._watch(fleet, None, progress, MagicMock(), MagicMock())
-        ended.put(None)
-
-    with Fleet(config, [], work, None, restarts=0) as fleet:
-        threading.Thread(target=watch, args=(fleet,), daemon=True).start()
-        ended.get(timeout=_PATIENCE_S)
+    nodes = MagicMock()
+    nodes.spent().is_over.return_value = False
+    with Fleet(config, [], work, nodes, restarts=0) as fleet:
+        on_nodes._watch(fleet, nodes, progress, MagicMock(), MagicMock())
         assert not fleet.of("generation")[0].seen.stage.over

@@ -1,14 +1,13 @@
-"""Nodes under a lease, with a terraform and a cloud by script (tests/provisioning): what is done, what is put right."""
+"""Nodes under a lease, with everything that they live on in memory: what is done, what is put right, what is told."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,79 +16,73 @@ from typing import Any
 
 import pytest
 
-from areal_core.errors import ProcessError, ProvisionError, StorageError
+from areal_core.errors import ProvisionError
 from areal_core.run.command import run_command
 from areal_core.storage.lease import LeaseLostError
 from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import Claimant, HeldError, Leases, name_of
+from flows.provision.leases import Claimant, HeldError
 from flows.provision.nodes import Found
 from flows.provision.reaper import Reaped
-from flows.provision.terraform import Plan, Terraform
-from tests.provisioning import ledger
-from tests.provisioning.world import RUN, ScriptedCloud, World
-from tests.support import signals
+from flows.provision.terraform import Plan
+from tests.provisioning.model import (
+    INSTANCE,
+    LEASE,
+    LENGTH_S,
+    LOCK,
+    MARGIN_S,
+    REQUEST,
+    ROLE,
+    RUN,
+    WANTED,
+    Cloud,
+    Nodes,
+    World,
+    in_memory,
+    locked_by,
+)
 
-NAMES = ["generation-0", "generation-1", "trainer-0"]
-LEASE = name_of(RUN)
 PATIENCE_S = 30.0
-EXPIRES_AT = datetime(2037, 1, 31, 12, tzinfo=UTC).timestamp()  # of requests here
-
-
-@pytest.fixture(autouse=True)
-def python_s_own_signals() -> Iterator[None]:
-    with signals.pythons_own():
-        yield
+EXPIRES_AT = datetime(2037, 1, 31, 12, tzinfo=UTC).timestamp()  # of the request
+ALL = "1 aws_iam_role, 2 aws_instance, 1 aws_security_group"
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World(tmp_path / "world")
-    for name, value in made.environment("flow").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(leased, "_PAUSE_S", 0.01)
-    return made
+def world(tmp_path: Path) -> Iterator[World]:
+    with in_memory():
+        yield World(tmp_path)
 
 
-def ids(world: World) -> dict[str, str]:
-    return {each["name"]: id_ for id_, each in world.living().items() if each["kind"] == "aws_instance"}
+def ids(world: World) -> set[str]:
+    return {id_ for kind, id_ in world.there if kind == INSTANCE}
 
 
-def effects(world: World) -> list[tuple[str, str]]:
-    return [(entry["op"], entry["name"]) for entry in world.entries() if entry["op"] != "lease"]
-
-
-def lease_of(world: World) -> Any:
-    """None where there is none."""
-    file = world.folder / "store" / LEASE
-    return json.loads(file.read_bytes() or b"null") if file.exists() else None
+def made(world: World, **options: Any) -> None:
+    """Nodes that were handed over."""
+    with world.nodes("a", **options) as nodes:
+        nodes.make()
+        nodes.hand_over()
 
 
 def ended_by_the_reaper(world: World) -> Reaped:
     (reaped,) = world.reaper("r").reap()
-    assert (reaped.failed, world.living(), lease_of(world)) == (None, {}, None)
+    assert (reaped.failed, world.there, world.lease()) == (None, {}, None)
     return reaped
 
 
-def lock_of(world: World, year: str) -> Path:
-    """A lock of the state that somebody else has left."""
-    lock = world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate.tflock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    lock.write_text(json.dumps({"ID": "1", "Who": "somebody@elsewhere", "Created": f"{year}-01-01T00:00:00Z"}))
-    return lock
+def strikes(world: World, kind: str, *places: str) -> list[str]:
+    """Each of these places is struck once; those that are still to be."""
+    left = [*places]
 
+    def strike(_: str, place: str) -> str | None:
+        if place not in left:
+            return None
+        left.remove(place)
+        return kind
 
-def struck(world: World, *faults: tuple[str, str] | tuple[str, str, int]) -> None:
-    """These are to strike, each the first or n-th time."""
-    world.plan([{"place": place, "kind": kind, "nth": nth[0] if nth else 0} for place, kind, *nth in faults])
-
-
-def until(look: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    world.strike = strike
+    return left
 
 
 def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None:
@@ -100,22 +93,20 @@ def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None
 
     with world.nodes("a") as nodes:
         hosts = nodes.make(show)
-        assert [host.name for host in hosts] == NAMES
-        assert {host.name: host.id for host in hosts} == ids(world)
-        again = nodes.replace(["generation-1"], show)
-        assert {host.name for host in again if host not in hosts} == {"generation-1"}
+        assert [host.name for host in hosts] == ["generation-0", "trainer-0"]
+        assert {host.id for host in hosts} == ids(world)
+        again = nodes.replace(["generation-0"], show)
+        assert [host.name for host in again if host not in hosts] == ["generation-0"]
         assert nodes.make(show) == again
         nodes.end(show)
-        assert world.living() == {}
-        assert lease_of(world) is None
-    assert sorted(path.name for path in (world.folder / "a" / "provision" / RUN).iterdir()) == ["lock", "place"]
-    assert shown == ["6 to create", "1 to replace", "nothing to change", "6 to delete"]
+        assert (world.there, world.lease()) == ({}, None)
+    assert shown == ["4 to create", "1 to replace", "nothing to change", "4 to delete"]
 
 
 def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World) -> None:
     with world.nodes("a") as nodes:
         hosts = nodes.make()
-    assert lease_of(world)["request"] == world.request()
+    assert (world.lease() or {})["request"].items() >= REQUEST.items()
     assert world.reaper("r").reap() == []
     with pytest.raises(HeldError), world.nodes("b", patience_s=0.0):
         pass
@@ -125,76 +116,50 @@ def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World
 
 
 @pytest.mark.parametrize(
-    ("place", "kind"),
+    ("kind", "places"),
     [
-        ("plan:locked", "throttling"),
-        ("plan:unlock", "unlock fails"),
-        ("store:before-renewal", "store error"),
-        ("apply:middle", "unavailable"),
-        ("apply:middle", "kill"),  # which leaves a lock
-        ("apply:unanswered", "unavailable"),
-        ("apply:unanswered", "kill"),
-        ("apply:stored", "kill"),
+        ("throttled", ("terraform plan", "terraform create", "cloud describe")),
+        ("unavailable", ("store write", "terraform lock", "terraform unlock")),
+        ("unanswered", ("terraform create", "terraform store")),
+        ("killed", ("terraform plan", "terraform create", "terraform store")),  # which leaves a lock
     ],
 )
-def test_failure_that_passes_is_tried_again(world: World, place: str, kind: str) -> None:
-    struck(world, (place, kind), ("output", kind))
+def test_failure_that_passes_is_tried_again(world: World, kind: str, places: tuple[str, ...]) -> None:
     with world.nodes("a") as nodes:
-        assert {host.name: host.id for host in nodes.make()} == ids(world)
-        assert len(world.living()) == 6
+        left = strikes(world, kind, *places)
+        assert {host.id for host in nodes.make()} == ids(world)
+        assert (left, len(world.there)) == ([], len(WANTED))
         nodes.end()
-    assert world.living() == {}
-    assert len(world.struck()) >= 1
+    assert world.there == {}
 
 
-def test_lasting_failure_is_told_and_put_right_by_the_next_process(world: World) -> None:
-    struck(world, ("apply:middle", "quota", 3))
+@pytest.mark.parametrize("place", ["terraform create", "terraform store"])
+def test_lasting_failure_is_told_and_put_right_by_the_next_process(world: World, place: str) -> None:
     with world.nodes("a") as nodes:
-        with pytest.raises(ProvisionError, match=r"^terraform apply: creating EC2 Instance: .*VcpuLimitExceeded"):
+        strikes(world, "quota", place)
+        with pytest.raises(ProvisionError, match="VcpuLimitExceeded"):
             nodes.make()
-        assert 0 < len(world.living()) < 6
-    world.forward(40.0)
+        assert len(world.there) == (0 if place == "terraform create" else len(WANTED))
+    world.pass_a_lease()
     with world.nodes("b") as nodes:
-        assert [host.name for host in nodes.make()] == NAMES
-    assert len(world.living()) == 6
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_state_that_could_not_be_stored_is_stored_by_the_next_process_unless_it_is_old(
-    world: World, elsewhere: bool
-) -> None:
-    struck(world, ("apply:write", "unwritable"), ("push:start", "quota"))  # which is told, as it would last
-    with world.nodes("a") as nodes, pytest.raises(ProvisionError, match=r"^terraform state push: .*VcpuLimitExceeded"):
         nodes.make()
-    there = ids(world)
-    if elsewhere:
-        world.forward(40.0)
-        with world.nodes("b") as nodes:  # on another machine, where nobody knows of it
-            there = {host.name: host.id for host in nodes.make()}
-        world.forward(40.0)
+    assert len(world.there) == len(WANTED)
+
+
+def test_lock_of_somebody_who_came_later_is_not_removed(world: World) -> None:
     with world.nodes("a") as nodes:
-        assert {host.name: host.id for host in nodes.make()} == ids(world) == there
-        nodes.end()
-    assert world.living() == {}
+        world.objects[LOCK] = locked_by("somebody", world.now - 1000.0, "old")
 
+        def strike(_: str, place: str) -> None:
+            if place == "terraform force-unlock":
+                world.objects.pop(LOCK)  # it is gone meanwhile
 
-def test_lock_of_somebody_who_came_later_is_not_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = lock_of(world, "2020")
-
-    def unlock(self: Terraform, id_: str) -> None:
-        lock.unlink()
-        raise ProvisionError("terraform force-unlock: there is no lock")
-
-    with world.nodes("a") as nodes:
-        with monkeypatch.context() as patched:
-            patched.setattr(Terraform, "unlock", unlock)
-            assert len(nodes.make()) == 3  # although the old lock has gone meanwhile
-            assert not lock.exists()
-        lock_of(world, "2037")
-        with pytest.raises(ProvisionError, match=r"^terraform plan: Error acquiring the state lock"):
+        world.strike = strike
+        assert len(nodes.make()) == 2
+        world.objects[LOCK] = late = locked_by("somebody", world.now + 1000.0, "late")
+        with pytest.raises(ProvisionError, match="locked"):
             nodes.make()
-        assert lock.exists()
-        lock.unlink()
+        assert world.objects.pop(LOCK) == late
         nodes.end()
 
 
@@ -203,170 +168,100 @@ def test_nodes_that_are_handed_over_are_ended_and_forgotten_by_the_next_reaper(
 ) -> None:
     with world.nodes("a", prices={"generation": 3600.0, "trainer": 3600.0}) as nodes:
         nodes.make()
-        world.forward(10.0)
+        world.pass_(10.0)
         nodes.hand_over()
-    seen: list[tuple[str, str, dict[str, Any]]] = []
-
-    def forget(run: str) -> None:
-        seen.append((run, lease_of(world)["by"], world.living()))
-
+    seen: list[Any] = []
     reaper = world.reaper("r")
-    monkeypatch.setattr(reaper, "_forget", forget)
+    monkeypatch.setattr(reaper, "_forget", lambda run: seen.append((run, world.lease()["by"], dict(world.there))))  # type: ignore[index]
     (reaped,) = reaper.reap()
-    assert dataclasses.asdict(reaped) == {
-        "run": RUN,
-        "owner": "somebody@example.org",
-        "over_since": "it was put down",
-        "ended": "3 aws_instance, 2 aws_launch_template, 1 aws_security_group",
-        "cost": reaped.cost,
-        "failed": None,
-    }
-    assert float(reaped.cost.removeprefix("$")) >= 30.0  # three nodes, a dollar a second
+    owner = "somebody@example.org"
+    assert dataclasses.astuple(reaped) == (RUN, owner, "it was put down", ALL, reaped.cost, None)
+    assert float(reaped.cost.removeprefix("$")) >= 20.0  # two nodes, a dollar a second
     assert seen == [(RUN, "reaper", {})]  # while the reaper has its lease
-
-
-class Waits:
-    """Somebody comes here, and goes on when a test wants it."""
-
-    def __init__(self) -> None:
-        self.there, self.go_on = threading.Event(), threading.Event()
-
-    def __call__(self, *_: object) -> None:
-        self.there.set()
-        assert self.go_on.wait(PATIENCE_S)
-
-
-def in_terraform(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
-    slow = {"kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}
-    world.plan({"place": f"{command}:middle", **slow} for command in ("apply", "destroy"))
-
-
-def before_the_apply(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(LeasedNodes, "_apply", lambda self, plan, apply=LeasedNodes._apply: (here(), apply(self, plan)))
-
-
-def at_a_stray(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr("tests.provisioning.world.ScriptedCloud.end", lambda self, found, confirm: (here(), confirm()))
-    ledger.make(str(world.folder), RUN, "aws_instance", "stray", "trainer")
-
-
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [
-        (in_terraform, "replace"),
-        (in_terraform, "end"),
-        (before_the_apply, "replace"),
-        (at_a_stray, "replace"),
-    ],
-)
-def test_nodes_are_handed_over_whatever_another_thread_is_at(
-    world: World, monkeypatch: pytest.MonkeyPatch, where: Callable[..., None], what: str
-) -> None:
-    monkeypatch.setattr(leased, "_STOP_S", 0.2)
-    here, raised = Waits(), list[BaseException]()
-
-    def change() -> None:
-        try:
-            nodes.replace(["generation-1"]) if what == "replace" else nodes.end()
-        except ProcessError as error:
-            raised.append(error)
-
-    with world.nodes("a") as nodes, monkeypatch.context() as patched:
-        nodes.make()
-        where(world, here, patched)
-        thread = threading.Thread(target=change, daemon=True)
-        thread.start()
-        until(lambda: here.there.is_set() or any(fault["kind"] == "slow" for fault in world.struck()))
-        handing = threading.Thread(target=nodes.hand_over, daemon=True)
-        handing.start()
-        handing.join(PATIENCE_S)
-        assert not handing.is_alive()  # the other thread is still there
-        assert lease_of(world)["held_until"] is None
-        before = effects(world)
-        here.go_on.set()
-        thread.join(PATIENCE_S)
-        assert effects(world) == before
-        assert [type(error) for error in raised] == [LeaseLostError]
-        assert str(raised[0]) == f"run {RUN}: its nodes were handed over, to be ended by the reaper"
-        nodes.hand_over()  # again is fine
-        with pytest.raises(LeaseLostError):
-            nodes.make()
-    world.plan([])
-    ended_by_the_reaper(world)
 
 
 class AskedToEndError(BaseException):
     """As Prefect raises it in the main thread where the process is sent SIGTERM."""
 
 
-@pytest.mark.parametrize("place", ["init", "apply:middle"])
-def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
-    world: World, monkeypatch: pytest.MonkeyPatch, place: str
+def ask_to_end(nodes: LeasedNodes) -> None:
+    raise AskedToEndError
+
+
+def hand_over(nodes: LeasedNodes) -> None:
+    """By another thread, which must not wait for the one that is at the nodes."""
+    handing = threading.Thread(target=nodes.hand_over, daemon=True)
+    handing.start()
+    handing.join(PATIENCE_S)
+    assert not handing.is_alive()
+
+
+def replace(nodes: LeasedNodes) -> None:
+    nodes.replace(["trainer-0"])
+
+
+@pytest.mark.parametrize("work", [replace, LeasedNodes.end])
+@pytest.mark.parametrize(("happens", "error"), [(ask_to_end, AskedToEndError), (hand_over, LeaseLostError)])
+def test_nodes_are_handed_over_whatever_the_flow_is_at(
+    world: World, happens: Callable[[LeasedNodes], None], error: type[BaseException], work: Callable[[LeasedNodes], Any]
 ) -> None:
-    """As its own thread waits for terraform."""
-    monkeypatch.setattr(leased, "_STOP_S", 0.2)
+    for at in itertools.count():
+        left, before = itertools.count(-at), list[tuple[str, set[Any]]]()
+        world.strike = lambda me, place: None
+        with suppress(error), world.nodes("a") as nodes:
+            nodes.make()
+            world.there[INSTANCE, "stray"] = world.now
+
+            def strike(me: str, place: str) -> None:
+                # a write of the lease is waited for: the store has its patience
+                if not place.startswith("store") and next(left) == 0:  # noqa: B023 - of this round
+                    before.append((place, set(world.there)))  # noqa: B023
+                    happens(nodes)
+
+            world.strike = strike
+            work(nodes)
+            break
+        ((place, there),) = before
+        if place != "cloud delete":  # of what no state holds, and whose name is not given again
+            assert set(world.there) == there, place
+        assert ended_by_the_reaper(world).over_since == "it was put down"
+    assert at > 10
+
+
+def test_nodes_that_were_handed_over_are_touched_no_more(world: World) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
-    world.plan([{"place": place, "kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}])
-
-    def ask_to_end(*_: object) -> None:
-        raise AskedToEndError
-
-    def send() -> None:
-        until(world.struck)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, ask_to_end)
-    threading.Thread(target=send, daemon=True).start()
-    try:
-        with suppress(AskedToEndError), world.nodes("a") as nodes:
-            nodes.replace(["trainer-0"])
-            nodes.end()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    world.plan([])
-    assert ended_by_the_reaper(world).over_since == "it was put down"
+        for _ in range(2):  # again is fine
+            nodes.hand_over()
+        with pytest.raises(LeaseLostError, match=f"^run {RUN}: its nodes were handed over, to be ended by the reaper$"):
+            nodes.make()
 
 
 def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Terraform, "stop", lambda self, within_s: False)
-    with world.nodes("a") as nodes:
-        nodes.make()
-        nodes.hand_over()
+    monkeypatch.setattr(Nodes, "stop", lambda self, within_s: False)
+    made(world)
     assert world.reaper("r").reap() == []
-    world.forward(world.margin_s + 0.1)
+    world.pass_(MARGIN_S)
     ended_by_the_reaper(world)
 
 
 # ---- the reaper ----
 
 
-def test_what_a_reaper_did_not_end_the_next_one_does(world: World) -> None:
-    with world.nodes("a") as nodes:
-        nodes.make()
-    world.forward(40.0)
-    struck(world, ("cloud:end", "quota", 2))
+def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World) -> None:
+    made(world)
+    left = strikes(world, "throttled", "cloud describe", "cloud delete")
+    assert ended_by_the_reaper(world).ended == ALL  # in all tries
+    assert left == []
+    made(world)
+    strikes(world, "quota", "cloud delete")
     (reaped,) = world.reaper("r").reap()
     assert reaped.failed is not None
     assert str(reaped).endswith(f"to be tried again: {reaped.failed}")
+    world.pass_a_lease()
     ended_by_the_reaper(world)
-    with world.nodes("a") as nodes:  # whose state says that all is there
-        assert len(nodes.make()) == 3
-        nodes.end()
-    assert world.living() == {}
-
-
-@pytest.mark.parametrize("fault", [("cloud:found", "throttling"), ("cloud:end", "unavailable", 1)])
-def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World, fault: tuple[str, str]) -> None:
-    with world.nodes("a") as nodes:
-        nodes.make()
-        nodes.hand_over()
-    struck(world, fault)
-    reaped = ended_by_the_reaper(world)
-    assert reaped.ended == "3 aws_instance, 2 aws_launch_template, 1 aws_security_group"  # in all tries
-    assert len(world.struck()) == 1
 
 
 @pytest.mark.parametrize("code", ["DependencyViolation", "DeleteConflict", "InvalidPlacementGroup.InUse"])
@@ -375,105 +270,77 @@ def test_what_is_still_used_is_ended_a_little_later(code: str) -> None:
 
 
 def test_what_the_cloud_still_lists_is_looked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    role, looks = Found(kind="aws_iam_role", id="areal-r", run=RUN), list[str | None]()
-
-    def found(self: ScriptedCloud, run: str | None = None) -> list[Found]:
-        looks.append(run)
-        return [role] if len(looks) <= 3 else []
-
-    with world.nodes("a") as nodes:
-        nodes.make()
-        nodes.hand_over()
-    monkeypatch.setattr(ScriptedCloud, "found", found)
-    monkeypatch.setattr(ScriptedCloud, "end", lambda *_: None)
-    (reaped,) = world.reaper("r").reap()
-    assert (reaped.failed, reaped.ended) == (None, "1 aws_iam_role")
+    made(world)
+    world.there.clear()
+    looks = itertools.count()
+    listed = [Found(kind=ROLE, id="areal-r", run=RUN)]
+    monkeypatch.setattr(Cloud, "found", lambda self, run=None: listed if next(looks) < 3 else [])
+    assert ended_by_the_reaper(world).ended == "1 aws_iam_role"
 
 
 def test_cost_is_unknown_where_no_node_was_ever_seen(world: World) -> None:
-    world.leases().acquire(RUN, Claimant(owner="o", by="flow", where="w"), 30.0, request=None)  # and its flow dies
-    world.forward(40.0)
+    claimant = Claimant(owner="o", by="flow", where="w")
+    world.leases("a").acquire(RUN, claimant, LENGTH_S, request=None)  # and its flow dies
+    world.pass_a_lease()
     reaped = ended_by_the_reaper(world)
     assert (reaped.ended, reaped.cost) == ("nothing was left", "-")
 
 
-def test_empty_cloud_is_swept_without_the_store(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*_: object) -> None:
-        raise StorageError("away")
-
-    reaper = world.reaper("r")
-    monkeypatch.setattr(Leases, "known", away)
-    assert reaper.reap() == []
-    ledger.make(str(world.folder), RUN, "aws_instance", "stray", "trainer")
-    assert [one.failed for one in reaper.reap()] == ["the sweep: away"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"held_until": 1e300},
-        {"request": {"run": RUN, "foundation": "bucket"}},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"held_until": 1e300}, {"request": {"run": RUN, "foundation": "bucket"}}])
 def test_a_lease_that_can_t_be_read_blocks_nobody(world: World, changes: dict[str, Any]) -> None:
-    for run in (RUN, "second"):
-        with world.nodes("a", run) as nodes:
-            nodes.make()
-            nodes.hand_over()
-    file = world.folder / "store" / LEASE
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    reaped = {one.run: one for one in world.reaper("r").reap()}
-    assert [(run, one.failed) for run, one in reaped.items()] == [(RUN, None), ("second", None)]
-    assert world.living() == {}
-    assert lease_of(world) is None
+    made(world)
+    world.objects[LEASE] = json.dumps((world.lease() or {}) | changes).encode(), world.objects[LEASE][1]
+    ended_by_the_reaper(world)
 
 
 def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
         monkeypatch.setattr(leased, "boot_id", lambda: "of another boot")
-        (world.folder / "a").rename(world.folder / "original")
-        shutil.copytree(world.folder / "original", world.folder / "a")
-        with pytest.raises(HeldError, match="is at its nodes, on "), world.nodes("a", patience_s=0.0):
+        shutil.copytree(world.folder / "a", world.folder / "clone")
+        with pytest.raises(HeldError, match="is at its nodes, on "), world.nodes("clone", patience_s=0.0):
             pass
 
 
 def test_what_has_no_lease_is_swept(world: World) -> None:
-    with world.nodes("a") as nodes:
-        nodes.make()
-    (world.folder / "store" / LEASE).unlink()
+    made(world)
+    del world.objects[LEASE]
     young = world.reaper("r", young_s=300.0)
     assert young.reap() == []
-    world.forward(301.0)
+    world.pass_(301.0)
     (reaped,) = young.reap()
-    assert (reaped.over_since, reaped.failed) == ("no lease", None)
-    assert world.living() == {}
+    assert (reaped.over_since, reaped.failed, world.there) == ("no lease", None, {})
 
 
-def test_runs_of_another_store_are_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with world.nodes("a") as nodes:
-        nodes.make()
-    found = [dataclasses.replace(each, near=False) for each in world.cloud().found()]
-    (world.folder / "store" / LEASE).unlink()
-    (world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate").unlink()
-    monkeypatch.setattr("tests.provisioning.world.ScriptedCloud.found", lambda self, run=None: found)
+def test_runs_of_another_store_are_left_alone_and_a_store_that_is_away_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(world)
+    found = [dataclasses.replace(each, near=False) for each in Cloud(world, "r").found()]
+    del world.objects[LEASE]
+    monkeypatch.setattr(Cloud, "found", lambda self, run=None: found)
     assert world.reaper("r").reap() == []
-    assert len(world.living()) == 6
+    assert len(world.there) == len(WANTED)
+    world.strike = lambda me, place: "unavailable" if len(world.calls) > looked else None
+    looked = len(world.calls) + 1
+    (reaped,) = world.reaper("r").reap()
+    assert (reaped.failed or "").startswith("the sweep: store list: ")
 
 
 # ---- commands ----
 
 
 @pytest.fixture
-def run_nodes(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def run_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`make nodes` in this world."""
-    file, request = tmp_path / "nodes.json", world.request()
-    file.write_text(json.dumps(request))
+    file = world.folder / "nodes.json"
+    file.write_text(json.dumps(REQUEST))
     monkeypatch.setattr(nodes_command, "STATE", world.folder / "by-hand")
-    monkeypatch.setattr(nodes_command, "cloud_of", lambda foundation: world.cloud())
+    monkeypatch.setattr(nodes_command, "cloud_of", lambda foundation: Cloud(world, "by-hand"))
+    monkeypatch.setattr(nodes_command, "Nodes", Nodes)
 
     def leased_nodes(request: dict[str, Any], state: Path, **options: Any) -> LeasedNodes:
-        return LeasedNodes(request, state, leases=world.leases(), cloud=world.cloud(), length_s=30.0, **options)
+        return world.nodes("by-hand", **options)
 
     monkeypatch.setattr(nodes_command, "LeasedNodes", leased_nodes)
 
@@ -488,26 +355,27 @@ def test_nodes_by_hand_live_until_they_expire(
     run_nodes: Callable[..., int], world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_nodes("apply") == 1  # nobody is there to say yes
-    assert lease_of(world) is None
+    assert world.lease() is None
     assert run_nodes("apply", "--yes") == 0
-    assert len(world.living()) == 6
-    assert lease_of(world).items() >= {"by": "command", "held_until": None, "kept_until": EXPIRES_AT}.items()
-    world.forward(3600.0)
+    assert len(world.there) == len(WANTED)
+    lease = world.lease() or {}
+    assert lease.items() >= {"by": "command", "held_until": None, "kept_until": EXPIRES_AT}.items()
+    world.pass_(3600.0)
     assert world.reaper("r").reap() == []
     assert run_nodes("destroy") == 1
-    assert len(world.living()) == 6
+    assert len(world.there) == len(WANTED)
     assert run_nodes("apply", "--yes", "--replace", "trainer-0") == 0
     assert run_nodes("hosts") == 0
-    assert ids(world)["trainer-0"] in capsys.readouterr().out
+    assert world.state["trainer-0"][1] in capsys.readouterr().out
     with pytest.raises(HeldError, match="keeps its nodes by hand"), world.nodes("a", patience_s=0.0):
         pass
-    world.forward(EXPIRES_AT - world.clock().wall() + 10.0)
+    world.now = EXPIRES_AT + MARGIN_S + 1.0
     assert ended_by_the_reaper(world).over_since == "2037-01-31T12:00:00Z"
     capsys.readouterr()
     assert run_nodes("hosts") == 0
     assert capsys.readouterr().out == "No nodes.\n"  # whatever Terraform's state says
     assert run_nodes("destroy", "--yes") == 0
-    assert (world.living(), lease_of(world)) == ({}, None)
+    assert (world.there, world.lease()) == ({}, None)
 
 
 def test_reaping_by_hand(
@@ -516,12 +384,11 @@ def test_reaping_by_hand(
     monkeypatch.setattr(sys, "argv", ["reap"])
     reap_command.reap(tmp_path)
     assert capsys.readouterr().out == "Nothing to reap: no cloud is known here.\n"
-    with world.nodes("a") as nodes:
-        nodes.make()
-        nodes.hand_over()
-    monkeypatch.setattr(reaper, "cloud_of", lambda foundation: world.cloud())
-    monkeypatch.setattr(sys, "argv", ["reap", "--store", str(world.folder / "store")])
+    made(world)
+    monkeypatch.setattr(reaper, "cloud_of", lambda foundation: Cloud(world, "r"))
+    monkeypatch.setattr(reaper, "Leases", lambda storage: world.leases("r"))
+    monkeypatch.setattr(sys, "argv", ["reap", "--store", str(tmp_path / "store")])
     reap_command.reap(tmp_path)
-    assert f"run {RUN}: 3 aws_instance" in capsys.readouterr().out
+    assert f"run {RUN}: {ALL} ended" in capsys.readouterr().out
     reap_command.reap(tmp_path)
     assert capsys.readouterr().out == "Nothing to reap.\n"

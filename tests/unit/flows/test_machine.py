@@ -6,9 +6,7 @@ import json
 import os
 import queue
 import sys
-import time
 from collections.abc import Iterator
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,28 +17,21 @@ import pytest
 from moto import mock_aws
 
 from areal_core.config.groups import NodesConfig
-from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.run.command import run_command
 from flows import control, machine, node
-from flows.machine import secret_values, troubles
-
-CPU = NodesConfig(gpu="none", gpus=0)
+from flows.machine import secret_values
 
 
 class Server(ThreadingHTTPServer):
-    """Of Prefect, with a clock of its own, and of the cloud's metadata."""
+    """Of the cloud's metadata."""
 
-    clock_s = 0.0
     reclaimed = False
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
-        def date_time_string(self, timestamp: float | None = None) -> str:
-            return formatdate(time.time() + served.clock_s, usegmt=True)
-
         def answer(self, status: int, body: bytes = b"") -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -52,7 +43,7 @@ def server() -> Iterator[Server]:
 
         def do_GET(self) -> None:
             if self.headers["X-aws-ec2-metadata-token"] != "token":
-                self.answer(401)  # without its password Prefect tells the time
+                self.answer(401)
             elif served.reclaimed and self.path == "/latest/meta-data/spot/instance-action":
                 self.answer(200, b'{"action":\n "terminate"}')
             else:
@@ -72,33 +63,6 @@ def url(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load({"state_dir": str(tmp_path / "state"), "launch": {"disk_low_gib": 0.5, "disk_min_gib": 0.0}})
-
-
-@pytest.mark.parametrize(("off_s", "said"), [(0.0, ""), (3600.0, "its clock is -"), (-3600.0, "its clock is +")])
-def test_wrong_clock_is_told(config: RunConfig, server: Server, url: str, off_s: float, said: str) -> None:
-    server.clock_s = off_s
-    found = troubles(config, CPU, f"{url}/api")
-    assert [line.startswith(said) and line.endswith(" s off that of Prefect's server") for line in found] == (
-        [True] if said else []
-    )
-
-
-def test_unreachable_server_and_a_full_disk_are_told(
-    config: RunConfig, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (said,) = troubles(config, CPU, "http://127.0.0.1:9/api")
-    assert said.startswith("can't reach 127.0.0.1:9: ")
-    asked = load({"state_dir": str(tmp_path), "launch": {"disk_low_gib": 1e9}})
-    (said,) = troubles(asked, CPU, f"{url}/api")
-    assert said.endswith("should be 1e+09 (launch.disk_low_gib)")
-    monkeypatch.setattr(machine, "free_inodes", lambda folder: 19_999)
-    (said,) = troubles(config, CPU, f"{url}/api")
-    assert said == f"19999 inodes free in {config.state_dir}, should be 20000 (launch.disk_low_inodes)"
-
-
 @pytest.mark.parametrize(
     ("found", "line"),
     [
@@ -108,15 +72,16 @@ def test_unreachable_server_and_a_full_disk_are_told(
     ],
 )
 def test_gpus_that_are_missing(
-    config: RunConfig, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, line: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, line: str | None
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     if found is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{found}'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    said = troubles(config, NodesConfig(), f"{url}/api")
-    assert [one.startswith(line or "") for one in said] == ([True] if line else [])
+    assert machine.gpu_trouble(NodesConfig(gpus=0, gpu="none")) is None
+    said = machine.gpu_trouble(NodesConfig())
+    assert (said or "").startswith(line) if line else said is None
 
 
 def test_a_notice_is_heeded(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

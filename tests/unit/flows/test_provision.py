@@ -72,12 +72,9 @@ def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
 
     resources = [of("aws_iam_role", "r"), of("aws_instance", "i-1", "i-0", None), of("aws_region", "e", mode="data")]
     held = {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")}
-    for printed, found in (("", set[Any]()), (json.dumps({"version": 4, "resources": resources}), held)):
+    for printed, found in (("", set[Any]()), (json.dumps({"resources": resources}), held)):
         says(f"print({printed!r}) or sys.exit()")
         assert root.held() == found
-    says("print(json.dumps({'version': 5})) or sys.exit()")
-    with pytest.raises(ProvisionError, match="its state has format 5: needs 4"):
-        root.held()
 
 
 def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> None:
@@ -127,7 +124,8 @@ def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path:
     assert note.read_text() == "SIGINT"  # and it was waited for
 
 
-def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, tmp_path: Path, stopped: bool) -> None:
     note, asked, left_s = tmp_path / "note", tmp_path / "asked", [60.0]
     says(
         f"def end(signum, _): open({str(asked)!r}, 'a').write(signal.Signals(signum).name)\n"
@@ -138,13 +136,22 @@ def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, t
 
     def shorten() -> None:
         until(note, "at it")
+        if stopped:
+            ended.append(root.stop(1.0))
         left_s[0] = 1.0
         root.extend()
 
-    threading.Thread(target=shorten).start()
+    ended: list[bool] = []
+    shortening = threading.Thread(target=shorten)
+    shortening.start()
     with pytest.raises(KilledError, match=r"^terraform apply: exited with code -9$"):
         root.apply(plan)
+    shortening.join()
     assert asked.read_text() == "SIGTERM"  # and once
+    assert ended == [True] * stopped
+    if stopped:
+        with pytest.raises(ProvisionError, match=r"^terraform plan: was stopped before it started$"):
+            root.plan({})
 
 
 def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Says, tmp_path: Path) -> None:
