@@ -339,7 +339,6 @@ class LaunchConfig:
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
-    head_trains: bool = True  # with remote trainers: whether the head node is the first of training.hosts
     log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
     log_bytes: int = bounded(16 * 2**20, low=64 * 1024, high=2**40)  # of a log, before it is rotated
     log_files: int = bounded(4, low=1)  # older ones that are kept of it

@@ -36,8 +36,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 OUTAGE_S = 600.0
 LONG = {"training": {"steps": 60}}  # the last cut must come before the end; torchrun's agents need a second to notice
 AWAY = {
-    "training": {"ranks": 1, "hosts": 1, "steps": 1_000_000},
-    "launch": {"head_trains": False},
+    "training": {"steps": 1_000_000},
     "stop": {"minutes": (OUTAGE_S + 90) / 60},
 }
 MISSED = f"rank 1 (host {ADDRESSES[TRAINS]}) did not reach "
@@ -177,12 +176,12 @@ def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) 
 @pytest.mark.parametrize("cluster", [AWAY], indirect=True)
 @pytest.mark.nightly
 def test_training_goes_on_while_the_store_is_away(cluster: Cluster) -> None:
-    """The head node controls, another machine generates, and a third one has rank 0."""
+    """Rank 0 and its launcher are on the machine of the store, rank 1 and servers on others."""
 
     def saved() -> list[Span]:
         return [span for span in read_timeline(cluster.run.timeline) if span.kind == "checkpoint"]
 
-    assert cluster.pid("trainer") in cluster.pids(TRAINS)
+    assert cluster.pid("trainer", 1) in cluster.pids(TRAINS)
     cluster.wait_for("a checkpoint is saved", saved)
     for process in cluster.store:
         os.kill(process, signal.SIGSTOP)

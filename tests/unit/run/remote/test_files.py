@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import http.client
 import json
 import signal
 import subprocess
 import sys
-import threading
 import urllib.parse
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from blake3 import blake3
 
 from areal_core.api.access import authorization
@@ -128,39 +123,6 @@ def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
     assert not list(head_node.run.ready.iterdir())
 
 
-def test_a_version_of_rank_0_is_fetched_as_often_as_it_is_announced(
-    head_node: HeadNode, serve: Callable[[Callable[[], web.Application]], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where that takes longer than a request waits; the copy here may be damaged by the next time."""
-    monkeypatch.setattr(module, "_TAKE_S", 0.05)
-    alone = dataclasses.replace(head_node.config.launch, remote_roles="trainer", head_trains=False)
-    config = dataclasses.replace(head_node.config, launch=alone)
-    write_json(head_node.run.root / "config.json", config.to_dict())
-    made, arrives = head_node.publish(1), threading.Event()
-    data = weights.weights_file(Path(made.path)).read_bytes()
-    weights.release(head_node.run.weights, [1])
-
-    async def version(_: web.Request) -> web.Response:
-        await asyncio.to_thread(arrives.wait)
-        return web.Response(body=data)
-
-    def stager() -> web.Application:
-        app = web.Application()
-        app.router.add_get("/versions/1", version)
-        return app
-
-    ask = Asked(head_node)
-    ask.hear("a", role="trainer", first=0)
-    body = json.dumps({"version": 1, "digest": made.digest, "url": serve(stager)}).encode()
-    assert ask("POST", "/nodes/a/versions", body)[0] == 202
-    arrives.set()
-    there = json.dumps({"path": made.path}).encode()
-    for _ in range(2):
-        wait_for(lambda: ask("POST", "/nodes/a/versions", body) == (200, there))
-        assert weights.is_whole(made)
-        weights.weights_file(Path(made.path)).write_bytes(bytes(len(data)))
-
-
 def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> None:
     run = head_node.run
     for name, index in (("controller", 0), ("trainer", 0), ("evaluator", 0)):
@@ -197,7 +159,6 @@ STRANGE = (  # no file of the worker's own, or no offset
     "logs/generation-0.log?offset=x",
     "logs/generation-0.log?offset=",
 )
-MADE = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
 NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
 NO_SEGMENTS = (
     "token",
@@ -218,8 +179,6 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
     [
         *((f"model/{name}", None, 404, b"the model has no such file") for name in NO_FILES),
         *((f"versions/{number}", None, 400, b"") for number in NO_VERSIONS),
-        ("nodes/b/versions", MADE, 410, b"node: has no share of this run"),
-        ("nodes/a/versions", MADE, 400, b"node: does not run rank 0"),
         *((f"nodes/a/{path}", b"hello", 400, b"") for path in STRANGE),
         ("nodes/a/timeline/generation-0.jsonl?offset=0", b"x" * 11, 413, b""),
         *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
