@@ -120,7 +120,7 @@ class Session:
 
     def _away(self, error: Exception) -> AwayError:
         self.close()
-        return AwayError(f"{self.url} does not answer: {error or type(error).__name__}")
+        return AwayError(f"the head node at {self.url} does not answer: {error or type(error).__name__}")
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -46,10 +45,9 @@ class HeldRun:
     changed: float  # when a file or an object of it was written last, in seconds since 1970
     local_bytes: int  # on this machine
     stored_bytes: int
-    leftover_bytes: int  # of the stored ones, what dead launchers have left
 
 
-def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
+def held_runs(config: RunConfig) -> list[HeldRun]:
     """All runs in `state_dir` and in the store of `config`, those that changed last at the end. Raises StorageError."""
     url, root = config.storage.url, run_folder(config, "").root
     store = Storage.open(url, config.storage.endpoint_url, _PATIENCE_S) if _may_hold(url) else None
@@ -58,7 +56,7 @@ def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
         run_id, _, rest = name.removeprefix("runs/").partition("/")
         if rest != lease.NAME:
             run_ids.add(run_id)
-    return sorted((_held(run_id, config, store, log) for run_id in run_ids), key=lambda run: run.changed)
+    return sorted((_held(run_id, config, store) for run_id in run_ids), key=lambda run: run.changed)
 
 
 def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
@@ -82,20 +80,6 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
                 confirm()
                 run.storage.delete(name)
         shutil.rmtree(renamed)
-
-
-def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
-    """Delete what dead launchers have left in the store of a run, which can be resumed as before. Raises as `delete`
-    does."""
-    assert run.storage is not None
-    had_folder = run.folder.exists()
-    with _owned(run, config, log) as (number, confirm):
-        left = checkpoint.leftovers(run.storage, number)
-        for name in sorted(left, key=lambda name: not name.endswith("/manifest.json")):
-            confirm()
-            run.storage.delete(name)
-        if not had_folder:
-            shutil.rmtree(run.folder)
 
 
 @contextmanager
@@ -125,7 +109,7 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
         yield owned.number, partial(lease.check, run.storage, owned.number)
 
 
-def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> HeldRun:
+def _held(run_id: str, config: RunConfig, store: Storage | None) -> HeldRun:
     local = run_folder(config, run_id)
     storage = store.child(f"runs/{run_id}") if store is not None else None
     sizes, put = (storage.sizes(), storage.changed()) if storage is not None else ({}, {})
@@ -137,12 +121,6 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
         storage is not None and put.get(lease.NAME, 0.0) > time.time() - 2 * lease.held_s(storage)
     ):
         state = "running"  # here, or on another machine
-    leftovers: Mapping[str, int] = {}
-    if storage is not None and state != "running":
-        try:
-            leftovers = checkpoint.leftovers(storage, sys.maxsize)
-        except StorageError as error:
-            log(f"{run_id}: its leftovers are not counted: {error}")
     return HeldRun(
         run_id=run_id,
         folder=local.root,
@@ -151,7 +129,6 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
         changed=_changed(local.root, put) or time.time(),  # a launcher may be about to write its first file
         local_bytes=sum(file.st_size for file in _files(local.root)),
         stored_bytes=sum(sizes.values()),
-        leftover_bytes=sum(leftovers.values()),
     )
 
 

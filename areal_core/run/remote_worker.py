@@ -29,7 +29,6 @@ from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
-from areal_core.run.preflight import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
 from areal_core.run.remote.share import GENERATION, TRAINER, Share, places
@@ -105,7 +104,6 @@ class RemoteWorker:
             self._say_how_it_ends()
             return
         share = self._share.settled(config)
-        check_packages(config, {share.role})
         _check_address(config, self._address)
         roles = self._supervision = Supervision(
             self._folder.run,

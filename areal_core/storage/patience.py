@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -46,19 +44,14 @@ class Clock:
 
 
 class Patience:
-    """Of everybody who uses one store: threads may wait side by side, and it is told once.
-
-    `limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process that
-    stood still, not the store. 0: work is tried once. A `quiet` one logs nothing.
+    """`limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process
+    that stood still, not the store. 0: work is tried once. A `quiet` one logs nothing. Thread-safe.
     """
 
     def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
         self.limit_s = limit_s
         self.clock = clock or Clock()
         self._quiet = quiet
-        self._lock = threading.Lock()
-        self._waiting = 0  # pieces of work that have failed and are tried again
-        self._since: float | None = None
 
     def run(self, work: Callable[[], T], what: str, failures: Failures) -> T:
         """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
@@ -69,9 +62,13 @@ class Patience:
         except failures.errors as error:
             if not failures.transient(error) or not self.limit_s:
                 raise
-            reason = failures.reason(error)
-        with self._wait(what, reason):
-            return self._again(work, failures, started + self.limit_s)
+            if not self._quiet:
+                bound = f"{self.limit_s:g} s (storage.patience_s)"
+                _log.warning("storage: can't %s: %s; trying again for up to %s", what, failures.reason(error), bound)
+        done = self._again(work, failures, started + self.limit_s)
+        if not self._quiet:
+            _log.info("storage: responds again, after %.1f s", self.clock.now() - started)
+        return done
 
     def _again(self, work: Callable[[], T], failures: Failures, deadline: float) -> T:
         delay = _FIRST_S
@@ -84,24 +81,3 @@ class Patience:
                 if not failures.transient(error) or self.clock.now() >= deadline:
                     raise
             delay = min(2 * delay, _LONGEST_S)
-
-    @contextmanager
-    def _wait(self, what: str, reason: str) -> Iterator[None]:
-        with self._lock:
-            self._waiting += 1
-            if self._since is None:
-                self._since = self.clock.now()
-                if not self._quiet:
-                    bound = f"{self.limit_s:g} s (storage.patience_s)"
-                    _log.warning("storage: can't %s: %s; trying again for up to %s", what, reason, bound)
-        responds = False
-        try:
-            yield
-            responds = True
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                if not self._waiting and self._since is not None:
-                    away, self._since = self.clock.now() - self._since, None
-                    if responds and not self._quiet:
-                        _log.info("storage: responds again, after %.1f s", away)

@@ -66,7 +66,6 @@ class Forwarder:
         self._opened = False
         self._doubtful = True  # the server may hold points that are marked as attempted only
         self._size = MAX_METRICS  # of the next request, points
-        self._refused = False  # something, since the start
 
     def run(self, wait: Callable[[float], bool]) -> bool:
         """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
@@ -153,7 +152,6 @@ class Forwarder:
         self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
             self._outbox.settle_metrics(rows, refusal)
-            self._note(refusal)
         self._doubtful = False  # what it refuses it does not hold
 
     def _compare(self) -> None:
@@ -175,12 +173,6 @@ class Forwarder:
             return reason(error)
         return None
 
-    def _note(self, refusal: str | None) -> None:
-        """Say it once that something was set aside."""
-        if refusal is not None and not self._refused:
-            self._refused, first = True, self._outbox.refusals()[0]
-            _log.warning("tracking: %s refuses %s; it is set aside, others are sent", shown(self._uri), first)
-
     def _say_what_was_refused(self) -> None:
         refusals = self._outbox.refusals()
         if refusals:
@@ -194,7 +186,6 @@ class Forwarder:
             return
         refusal = self._refusal(lambda: self._put_document(document))
         self._outbox.settle_document(document, refusal)
-        self._note(refusal)
 
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":

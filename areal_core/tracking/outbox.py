@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import posixpath
 import re
@@ -34,8 +33,7 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
 _ATTEMPTED, _SETTLED = 1, 2  # states of a row; 0: not attempted yet
 _MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
-_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added. A warning comes at half
-_log = logging.getLogger(__name__)
+_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
@@ -81,7 +79,6 @@ class Outbox:
         process that writes. Raises TrackingError."""
         self._run = run_key
         self._lock = threading.Lock()
-        self._warned = False  # of an outbox that fills up
         try:
             self._db = sqlite3.connect(path, timeout=timeout_s, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -225,20 +222,13 @@ class Outbox:
     def _check_room(self, kind: str) -> None:
         """Raises TrackingError for one more document of a kind of which there are many, if too much waits."""
         pages, page_size = (self._read(f"PRAGMA {name}")[0][0] for name in ("page_count", "page_size"))
-        if pages * page_size < _MAX_BYTES // 2:  # all of the file, points too: no need to look closer
+        if pages * page_size < _MAX_BYTES:  # all of the file, points too: no need to look closer
             return
         waiting = self._read("SELECT TOTAL(LENGTH(data)) FROM documents WHERE run = ? AND state < 2", self._run)[0][0]
         if waiting > _MAX_BYTES and kind in _MANY:
             raise TrackingError(
                 f"document {kind}: {_MAX_BYTES >> 20} MiB of documents wait; tables and plots are left out until the "
                 "tracking server has taken some"
-            )
-        if waiting > _MAX_BYTES // 2 and not self._warned:
-            self._warned = True
-            _log.warning(
-                "tracking: %d MiB of documents wait; beyond %d tables and plots are left out",
-                int(waiting) >> 20,
-                _MAX_BYTES >> 20,
             )
 
     def _write(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:

@@ -91,7 +91,7 @@ launch.address=0.0.0.0
 training.ranks=2 training.hosts=2 launch.remote_roles=generation
     training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2
 launch.remote_roles=both
-    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first machine
+    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node trains, too
 training.ranks=3 training.hosts=2 launch.remote_roles=trainer
     training.ranks: must be a multiple of training.hosts (2), got 3
 launch.files_port=65536

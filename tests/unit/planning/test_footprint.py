@@ -64,13 +64,9 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
 @pytest.mark.parametrize(
     ("training", "memory", "field", "advice"),
     [
-        ({"zero_stage": 2, "ranks": 6, "microbatch_tokens": 32768}, 40, "zero_stage", "or lower microbatch_tokens"),
-        ({"ranks": 1}, 80, "ranks", "raise ranks"),
-        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares it out among several"),
-        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", " at the most and 8192 at the least"),
-        ({"ranks": 6, "dtype": "float32"}, 24, "ranks", "raise ranks or lower microbatch_tokens"),
-        # Not even a prompt fits: the length is not what is wrong.
-        ({"ranks": 7, "microbatch_tokens": 131072}, 24, "ranks", "raise ranks or lower microbatch_tokens"),
+        ({"ranks": 1}, 80, "zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"),
+        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares the state out among several ranks"),
+        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "where a trajectory is as long"),
     ],
 )
 def test_the_field_to_change_is_that_of_the_largest_part(
@@ -79,29 +75,6 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     said = refusal(config(training=training), memory * GIB)
     assert said.startswith(f"training.{field}: rank needs ")
     assert said.endswith(advice)
-
-
-@pytest.mark.parametrize(("mode", "who"), [("async", "rank"), ("sync", "rank beside a sleeping server")])
-def test_a_trajectory_that_is_too_long_for_a_rank_is_refused_with_the_longest_that_is_not(mode: str, who: str) -> None:
-    def long(new: int) -> RunConfig:
-        return config(
-            mode,
-            model={"context": 262144},
-            task={"max_new_tokens": new},
-            training={"ranks": 4, "microbatch_tokens": new + 1024},
-            generation={"sleep": mode == "sync", "vllm": {"memory_share": 0.47}},
-        )
-
-    found = re.fullmatch(
-        rf"task\.max_new_tokens: {who} needs .*; one rank holds a trajectory of 262144 tokens, prompt included, as a "
-        r"whole: at most (\d+) fit; lower it to (\d+), and training\.microbatch_tokens to (\d+)",
-        refusal(long(261120)),
-    )
-    assert found is not None
-    fitting, new, microbatch = map(int, found.groups())
-    assert new + 1024 == fitting == microbatch
-    check_footprint(long(new), SPEC, EIGHTY)
-    assert refusal(long(new + 1)).startswith(f"task.max_new_tokens: {who} needs ")
 
 
 def test_a_reference_model_is_counted() -> None:
@@ -118,7 +91,8 @@ def test_a_reference_model_is_counted() -> None:
         (
             {"training": {"zero_stage": 2}},  # 14.19 + 14.19 + 42.56 + 28.37 + 3.73 + 6.4 = 109.43
             "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 too many: weights 14.2, gradients 14.2, "
-            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage or ranks",
+            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage (to 3) or ranks, or lower "
+            "microbatch_tokens",
         ),
         (
             {"training": {"ranks": 4, "checkpoint_activations": False, "microbatch_tokens": 16384}},

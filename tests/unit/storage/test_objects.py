@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -295,19 +294,3 @@ def test_a_process_that_stood_still_for_longer_tries_once_more() -> None:
         return "done"
 
     assert Patience(_LIMIT_S, time.clock).run(stand_still, "write x", Folder()) == "done"
-
-
-def test_threads_that_wait_side_by_side_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    threads = 4
-    together = threading.Barrier(threads)  # in the first sleep, when all have failed
-
-    def meanwhile() -> None:
-        together.wait(timeout=60)
-
-    time = VirtualClock(meanwhile)
-    patience = Patience(_LIMIT_S, time.clock)
-    work: list[Callable[[], str]] = [Failing(full()) for _ in range(threads)]
-    with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(lambda work: patience.run(work, "write x", Folder()), work))
-    assert done == ["done"] * threads
-    assert [line.split()[0] for line in told(caplog)] == ["WARNING", "INFO"]
