@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
@@ -34,8 +33,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.plan:
         print(plan(config).table())
         return
-    with RunProgress(Console(stderr=True)) as progress:
-        summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
+    progress = RunProgress()
+    summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
     print(conclude(summary))
 
 

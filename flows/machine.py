@@ -27,6 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, StorageError
+from areal_core.run.folders import LOW_INODES
 from areal_core.run.roles import visible_gpus
 from areal_core.storage.durable import free_inodes
 
@@ -165,8 +166,8 @@ def _disk(config: RunConfig) -> str | None:
     if free < (needed := config.launch.disk_low_gib):
         return f"{free:.1f} GiB free in {folder}, should be {needed:g} (launch.disk_low_gib)"
     inodes = free_inodes(folder)
-    if inodes is not None and inodes < (needed := config.launch.disk_low_inodes):
-        return f"{inodes} inodes free in {folder}, should be {needed} (launch.disk_low_inodes)"
+    if inodes is not None and inodes < LOW_INODES:
+        return f"{inodes} inodes free in {folder}, should be {LOW_INODES}"
     return None
 
 

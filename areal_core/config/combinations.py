@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from areal_core.config import algorithm
 from areal_core.config.engines import TRAINING_ENGINES, TrainingTraits, known_generation, names
 from areal_core.config.fields import check_length, require
-from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ def _check_task(config: RunConfig) -> None:
         raise ConfigError(
             f"model.path: task.name={config.task.name} needs a model; the embedded one only knows arithmetic"
         )
-    scored = config.evaluated or config.emulated
-    require(scored or config.stop.score is None, "stop.score", "null with evaluation.enabled=false", config.stop.score)
+    scored, score = config.evaluated, config.stop.score
+    require(scored or score is None, "stop.score", "null where no version is scored", score)
 
 
 def _check_programs(config: RunConfig) -> None:
@@ -84,26 +83,16 @@ def _check_programs(config: RunConfig) -> None:
 
 
 def _check_engines(config: RunConfig) -> None:
-    engine, stage = config.training.engine, config.training.zero_stage
+    engine = config.training.engine
     wanted = f"{names(TRAINING_ENGINES, 'emulates', config.emulated)} with generation.engine={config.generation.engine}"
     emulates = TRAINING_ENGINES.get(engine, TrainingTraits()).emulates
     require(config.emulated == emulates, "training.engine", wanted, engine)
-    wanted = (
-        f"{TrainingConfig.zero_stage} with training.engine={engine}: ranks partition their state with "
-        f"{names(TRAINING_ENGINES, 'shards')}"
-    )
-    unset = stage == TrainingConfig.zero_stage
-    require(unset or config.training_traits.shards, "training.zero_stage", wanted, stage)
 
 
 def _check_lora(config: RunConfig) -> None:
     if (rank := config.training.lora.rank) is None:
         return
     require(not config.emulated, "training.lora.rank", "null where accelerators are emulated", rank)
-    linear = LoraConfig.targets.split(",")
-    for name in config.training.lora.names if config.model.path is None else ():
-        wanted = f"of {', '.join(linear)}, the embedded model's linear layers"
-        require(name in linear, "training.lora.targets", wanted, name)
     its = config.generation
     wanted = (
         f"recompute, resubmit or wait with training.lora and generation.engine={its.engine}, whose requests keep the "
@@ -141,14 +130,6 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def _check_emulated(config: RunConfig) -> None:
-    for name, off, value in (
-        ("algorithm.kl_coef", "0", config.algorithm.kl_coef),
-        ("algorithm.entropy_coef", "0", config.algorithm.entropy_coef),
-        ("rollout.dynamic_sampling", "false", config.rollout.dynamic_sampling),
-    ):
-        require(not value, name, f"{off} where accelerators are emulated and nothing is learnt", value)
-    score = config.stop.score
-    require(score is None, "stop.score", "null where accelerators are emulated and nothing is learnt", score)
     servers = config.generation_servers
     _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
 

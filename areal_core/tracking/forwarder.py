@@ -238,19 +238,11 @@ def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:
 
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.bar(lags, shares, width=0.7, color="#3b6fb6")
-    if len(lags) <= 16:
-        axes.bar_label(bars, [f"{share:.1%}" if share else "" for share in shares], padding=2, fontsize=8)
-        axes.set_xticks(lags)
-    axes.set_xlim(lags[0] - 0.6, max(lags[-1], lags[0] + 3) + 0.6)
-    axes.set_ylim(0, max([*shares, 0.05]) * 1.12)
+    axes.bar(lags, shares, width=0.7)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("staleness (policy versions behind the trainer)")
     axes.set_ylabel("share of consumed tokens")
     axes.set_title(f"Staleness at step {step}: mean {mean:.2f}, max {lags[-1]}, {total:,} tokens", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
     return figure
 
 

@@ -29,8 +29,7 @@ from aiohttp import web
 from areal_core.api import serving
 from areal_core.api.refusals import guard, read, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
-from areal_core.config.schema import LaunchConfig
-from areal_core.errors import ArealError, ConfigError, StorageError, one_line
+from areal_core.errors import ArealError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
 from areal_core.run.remote.share import LOGS, Nodes, Owned, Said, TakenError, role_and_index
@@ -210,8 +209,8 @@ def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:
 
 
 async def _serve(run: RunDir, ready_file: Path) -> bool:
-    """Serve until the run has ended; whether it has in order. Raises ConfigError, and OSError for a model that can't be
-    read."""
+    """Serve until the run has ended; whether it has in order. Raises OSError for a model that can't be read, or a port
+    that is taken."""
     launch, loop = run.config().launch, asyncio.get_running_loop()
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -220,7 +219,8 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     runner = serving.runner(files.app(), shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
     await runner.setup()
     try:
-        process.announce_ready(ready_file, await _listen(runner, run, launch))
+        url = await serving.listen(runner, launch.address, launch.files_port, kept=run.port_file("files"))
+        process.announce_ready(ready_file, url)
         heartbeat.follow(loop)
         while not asked.is_set() and not run.summary.exists():
             if files.model.done():
@@ -231,17 +231,6 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     finally:
         await runner.cleanup()
     return run.summary.exists()
-
-
-async def _listen(runner: web.AppRunner, run: RunDir, launch: LaunchConfig) -> str:
-    """Its URL: the port is the one that is set, else one that it keeps. Raises ConfigError, OSError."""
-    try:
-        return await serving.listen(runner, launch.address, launch.files_port, kept=run.port_file("files"))
-    except OSError as error:
-        if not launch.files_port:
-            raise
-        where, why = f"port {launch.files_port} of {launch.address}", os.strerror(error.errno or 0)
-        raise ConfigError(f"launch.files_port: this machine can't listen on {where}: {why}") from None
 
 
 async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
@@ -267,7 +256,7 @@ def main() -> None:
     process.adopt(ready_file)
     try:
         in_order = asyncio.run(_serve(run, ready_file))
-    except (ConfigError, OSError) as error:
+    except OSError as error:
         logger.error("%s", one_line(error))
         raise SystemExit(1) from None
     if not in_order:

@@ -44,8 +44,6 @@ training.engine=emulated training.lora.rank=8 generation.engine=emulated
     training.lora.rank: must be null where accelerators are emulated, got 8
 training.lora.rank=8 generation.engine=vllm generation.interruption=keep
     generation.interruption: must be recompute, resubmit or wait with training.lora and generation.engine=vllm, whose r
-training.lora.rank=8 training.lora.targets=q_proj,c_attn
-    training.lora.targets: must be of q_proj, k_proj,
 task.name=rows task.path=p model.path=m
     task.held_out_path: task.name=rows needs a file of prompts to evaluate with
 task.success_field=rate task.success_path=rates.jsonl model.path=m
@@ -78,12 +76,6 @@ algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
 rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
     algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
-rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulated
-    rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true
-algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
-algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 launch.address=0.0.0.0
@@ -94,8 +86,6 @@ launch.remote_roles=both
     training.hosts: must be at least 2 with launch.remote_roles=both, where the head node trains, too
 training.ranks=3 training.hosts=2 launch.remote_roles=trainer
     training.ranks: must be a multiple of training.hosts (2), got 3
-launch.files_port=65536
-    launch.files_port: must be at most 65535, got 65536
 evaluation.servers=0 generation.servers=1
     evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
@@ -111,7 +101,7 @@ evaluation.engine=emulated
 evaluation.accelerator=cuda evaluation.servers=2 generation.servers=1 launch.accelerator=cuda launch.devices=3
     launch.devices: must be at least 4 (1 GPUs generate and 1 train, 2 score versions), got 3
 evaluation.enabled=false stop.score=0.9
-    stop.score: must be null with evaluation.enabled=false, got 0.9
+    stop.score: must be null where no version is scored, got 0.9
 rollout.pipeline_depth=2.5
     rollout.pipeline_depth: must be at most max_staleness, 2, got 2.5
 mode=sync rollout.pipeline_depth=1

@@ -65,14 +65,14 @@ def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypa
     for _ in range(2):
         disk.look()
     assert lines == [
-        "state_dir: /a has 4.00 GiB left, less than 5 (launch.disk_low_gib)",
-        "state_dir: /a has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
-        "storage.url: /b c has 4.90 GiB left, less than 5 (launch.disk_low_gib)",
-        "storage.url: /b c has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
+        "state_dir: /a has 4.00 GiB left, less than 5",
+        "state_dir: /a has 19999 inodes left, less than 20000",
+        "storage.url: /b c has 4.90 GiB left, less than 5",
+        "storage.url: /b c has 19999 inodes left, less than 20000",
     ]
     for gib, inodes, said in (
-        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5 \(launch\.disk_min_gib"),
-        (5.0, 1999, r"1999 inodes left, less than 2000 \(launch\.disk_min_inodes\): the run e"),
+        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5: the run e"),
+        (5.0, 1999, r"1999 inodes left, less than 2000: the run e"),
     ):
         free(monkeypatch, {"/a": 4.0, "/b c": gib}, inodes=inodes)
         with pytest.raises(StorageError, match=rf"^(storage\.url: /b c|state_dir: /a) has {said}"):
