@@ -2,7 +2,7 @@
 
     python -m flows.prune_command [--run NAME] ... [--older DAYS] [--yes] [field=value ...]
 
-Without --run and --older it offers to delete half deleted folders. It never touches a run that is running.
+Without --run and --older it only shows. It never touches a run that is running.
 
 Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
 """
@@ -34,18 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = held_runs(config)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
-    if chooses:
-        plan = _chosen(runs, options.run, 86400.0 * (options.older or 0.0))
-    else:
-        plan = [run for run in runs if run.state == "half deleted"]
+    plan = _chosen(runs, options.run, 86400.0 * (options.older or 0.0)) if chooses else []
     size = decimal(sum(_bytes(run) for run in plan))
     print(f"\nTo delete: {', '.join(run.run_id for run in plan) or 'nothing'} ({size}). Runs: RUN=NAME, OLDER=DAYS.")
     if not plan:
         return
     if not options.yes and not (sys.stdin.isatty() and input("Type yes to do it: ") == "yes"):
-        if chooses or sys.stdin.isatty():
-            raise ProcessError("nothing was deleted: it takes a yes, or --yes (YES=1)")
-        return
+        raise ProcessError("nothing was deleted: it takes a yes, or --yes (YES=1)")
     failed = 0
     for run in plan:
         try:

@@ -120,7 +120,7 @@ class Session:
 
     def _away(self, error: Exception) -> AwayError:
         self.close()
-        return AwayError(f"the head node at {self.url} does not answer: {error or type(error).__name__}")
+        return AwayError(f"{self.url} does not answer: {error or type(error).__name__}")
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
@@ -176,7 +176,7 @@ def checked_url(url: str) -> str:
         usable = False
     if not usable:
         raise ConfigError(
-            f"--head: must be the URL of the head node's data server, as http://10.0.0.1:8900, got {url!r}"
+            f"--head: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}"
         )
     return url.rstrip("/")
 

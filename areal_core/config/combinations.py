@@ -151,10 +151,3 @@ def _check_hosts(config: RunConfig) -> None:
     wanted = f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node trains, too"
     require(not remote or hosts > 1, "training.hosts", wanted, hosts)
     require(ranks % hosts == 0, "training.ranks", f"a multiple of training.hosts ({hosts})", ranks)
-    per_host = config.launch.devices_per_host
-    if config.remote_roles and per_host is not None:
-        wanted = (
-            f"at least {-(-ranks // per_host)}, so that no machine trains with more than its "
-            f"launch.devices_per_host ({per_host}) GPUs"
-        )
-        require(config.ranks_per_host <= per_host, "training.hosts", wanted, hosts)

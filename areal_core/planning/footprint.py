@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areal_core.config.engines import TRAINING_ENGINES, names
+from areal_core.config.fields import require
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.adapters import trained_shapes
@@ -177,34 +178,22 @@ def _with_margin(parts: Parts, memory: float) -> Parts:
 def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
     straddle two, and for heads that a tensor-parallel group can't partition. A server has no more GPUs than the run."""
-    devices, vllm = config.launch.devices, config.generation.vllm
+    devices, per_server = config.launch.devices, config.devices_per_server
     per_host = config.launch.devices_per_host or devices
     machine = f"launch.devices_per_host ({per_host})"
     if devices > per_host:
-        if devices % per_host:
-            raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {devices}")
-        if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
-            raise ConfigError(
-                f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
-                f"got {vllm.tensor_parallel}"
-            )
-        if per_host % config.devices_per_server:
-            raise ConfigError(
-                f"generation.vllm.data_parallel: with tensor_parallel={vllm.tensor_parallel} a server takes "
-                f"{config.devices_per_server} GPUs, which must divide {machine}; got {vllm.data_parallel}"
-            )
-        if config.training_ranks % per_host:
-            raise ConfigError(
-                f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
-                f"got {config.training_ranks}"
-            )
+        require(devices % per_host == 0, "launch.devices", f"a multiple of {machine}", devices)
+        wanted = f"such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of {per_host}"
+        require(per_host % per_server == 0, "generation.vllm.tensor_parallel", wanted, per_server)
+        wanted = f"a multiple of {machine}, so that ranks fill whole machines"
+        require(config.training_ranks % per_host == 0, "training.ranks", wanted, config.training_ranks)
     # As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs.
     degree = _degree(config)
-    if spec.heads % degree or (spec.kv_heads % degree and degree % spec.kv_heads):
-        raise ConfigError(
-            f"generation.vllm.tensor_parallel: must divide the model's {spec.heads} heads, and divide its "
-            f"{spec.kv_heads} key-value heads or be a multiple of them, got {degree}"
-        )
+    fits = not spec.heads % degree and not (spec.kv_heads % degree and degree % spec.kv_heads)
+    wanted = (
+        f"a divisor of the model's {spec.heads} heads, and a divisor or multiple of {spec.kv_heads} key-value heads"
+    )
+    require(fits, "generation.vllm.tensor_parallel", wanted, degree)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Storage:
         return self._done("read", name, self._kind.get_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
+        """Bytes from `start` up to `stop` of an object; fewer where it ends in between."""
         assert 0 <= start <= stop, (start, stop)
         return self._done("read", name, self._kind.get_range, start, stop)
 

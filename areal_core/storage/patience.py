@@ -7,26 +7,15 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from areal_core.storage.bucket import Bucket
+    from areal_core.storage.folder import Folder
 
 T = TypeVar("T")
 _FIRST_S, _LONGEST_S = 0.25, 10.0  # between two tries
 _log = logging.getLogger(__name__)
-
-
-class Failures(Protocol):
-    """What a kind of store raises."""
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]: ...
-
-    def transient(self, error: Exception) -> bool:
-        """Whether the same request may succeed later."""
-        ...
-
-    def reason(self, error: Exception) -> str:
-        """One line for people."""
-        ...
 
 
 class Attempt(Protocol):
@@ -53,7 +42,7 @@ class Patience:
         self.clock = clock or Clock()
         self._quiet = quiet
 
-    def run(self, work: Callable[[], T], what: str, failures: Failures) -> T:
+    def run(self, work: Callable[[], T], what: str, failures: Folder | Bucket) -> T:
         """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
         what it raises last."""
         started = self.clock.now()
@@ -70,7 +59,7 @@ class Patience:
             _log.info("storage: responds again, after %.1f s", self.clock.now() - started)
         return done
 
-    def _again(self, work: Callable[[], T], failures: Failures, deadline: float) -> T:
+    def _again(self, work: Callable[[], T], failures: Folder | Bucket, deadline: float) -> T:
         delay = _FIRST_S
         while True:
             jittered = delay * random.uniform(0.5, 1.0)  # not all clients of a store at once

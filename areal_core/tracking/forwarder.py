@@ -38,7 +38,6 @@ from areal_core.types import MetricRow
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
-_SHOWN_REFUSALS = 3
 _STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
@@ -85,7 +84,6 @@ class Forwarder:
                 waiting = self._send_some()
                 if ended and not waiting:
                     self._client.set_terminated(self._run_id, ended)
-                    self._say_what_was_refused()
                     return True
                 if failures:
                     _log.info("tracking: %s responds again", shown(self._uri))
@@ -104,7 +102,6 @@ class Forwarder:
                     self._flush_timeout_s,
                     self._outbox.unsent(),
                 )
-                self._say_what_was_refused()
                 return True
             if wait(min(pause, left_s)):
                 self._stop()
@@ -151,7 +148,8 @@ class Forwarder:
         # Halves find the point that the server does not take.
         self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
-            self._outbox.settle_metrics(rows, refusal)
+            self._outbox.settle_metrics(rows)
+            self._tell(f"point {rows[0].key} of step {rows[0].step}", refusal)
         self._doubtful = False  # what it refuses it does not hold
 
     def _compare(self) -> None:
@@ -173,11 +171,9 @@ class Forwarder:
             return reason(error)
         return None
 
-    def _say_what_was_refused(self) -> None:
-        refusals = self._outbox.refusals()
-        if refusals:
-            some = "; ".join(refusals[:_SHOWN_REFUSALS])
-            _log.warning("tracking: %s has refused %d items: %s", shown(self._uri), len(refusals), some)
+    def _tell(self, what: str, refusal: str | None) -> None:
+        if refusal is not None:
+            _log.warning("tracking: %s refuses %s, which is left out: %s", shown(self._uri), what, refusal)
 
     def _send_document(self) -> None:
         """Documents overwrite what an earlier try has left: sending one twice changes nothing."""
@@ -185,7 +181,8 @@ class Forwarder:
         if document is None:
             return
         refusal = self._refusal(lambda: self._put_document(document))
-        self._outbox.settle_document(document, refusal)
+        self._outbox.settle_document(document)
+        self._tell(f"document {document.kind} of step {document.step}", refusal)
 
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":

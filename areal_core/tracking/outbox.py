@@ -2,7 +2,7 @@
 
 Metric points are keyed (run, key, step). Until a point is first attempted, a later write of it wins; from then on it is
 frozen, so that sending it again after a failure can only repeat what the server may already hold. What the server
-refuses is set aside with the reason, and waits no more.
+refuses waits no more.
 
 Points stay, as the run's record: about 200 bytes each, 14 kB for a step of 70 curves, whether they are sent or not. Of
 a document that was sent nothing stays but a digest; what those that wait may take is bounded.
@@ -38,10 +38,10 @@ _MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is add
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
     value REAL,  -- NULL: not a number
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, key, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, key, step));
 CREATE INDEX IF NOT EXISTS unsent ON metrics (run) WHERE state < 2;
 CREATE TABLE IF NOT EXISTS documents (run TEXT NOT NULL, kind TEXT NOT NULL, step INTEGER NOT NULL, data TEXT NOT NULL,
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, kind, step));
 CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
 """
 
@@ -150,14 +150,6 @@ class Outbox:
             for table in ("metrics", "documents")
         )
 
-    def refusals(self) -> list[str]:
-        """The points and documents that the server has refused, and why: points first."""
-        refused: list[str] = []
-        for table, kind, name in (("metrics", "point", "key"), ("documents", "document", "kind")):
-            query = f"SELECT {name}, step, reason FROM {table} WHERE run = ? AND reason NOT NULL AND state = {_SETTLED}"
-            refused += [f"{kind} {its} of step {step}: {why}" for its, step, why in self._read(query, self._run)]
-        return refused
-
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """All points of all curves, sent or not: key -> (step, value), by step."""
         curves: dict[str, list[tuple[int, float]]] = {}
@@ -195,11 +187,11 @@ class Outbox:
             for key, step, value, time_s in rows
         ]
 
-    def settle_metrics(self, rows: Iterable[MetricRow], refusal: str | None = None) -> None:
-        """Points wait no more: the server has them, or refuses them for this reason."""
+    def settle_metrics(self, rows: Iterable[MetricRow]) -> None:
+        """Points wait no more: the server has them, or refuses them."""
         self._write(
-            f"UPDATE metrics SET state = {_SETTLED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
-            [(refusal, self._run, row.key, row.step) for row in rows],
+            f"UPDATE metrics SET state = {_SETTLED} WHERE run = ? AND key = ? AND step = ?",
+            [(self._run, row.key, row.step) for row in rows],
         )
 
     def pending_document(self) -> Document | None:
@@ -209,14 +201,13 @@ class Outbox:
             return Document(kind=kind, step=step, data=json.loads(data), time_s=time_s)
         return None
 
-    def settle_document(self, document: Document, refusal: str | None = None) -> None:
+    def settle_document(self, document: Document) -> None:
         """A document waits no more, as `settle_metrics` has it, unless it was replaced by now. Its digest stays, by
         which the same one is known."""
         which = (self._run, document.kind, document.step, document.time_s)
         self._write(
-            f"UPDATE documents SET state = {_SETTLED}, reason = ?, data = ? "
-            "WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
-            [(refusal, _digest(json.dumps(document.data)), *which)],
+            f"UPDATE documents SET state = {_SETTLED}, data = ? WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
+            [(_digest(json.dumps(document.data)), *which)],
         )
 
     def _check_room(self, kind: str) -> None:

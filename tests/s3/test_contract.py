@@ -67,8 +67,8 @@ def test_listings(store: Storage) -> None:
 @every_kind
 def test_ranges(store: Storage) -> None:
     store.put_bytes("name", b"0123456789")
-    spans = [(0, 10), (3, 5), (8, 20), (10, 12), (30, 40), (4, 4)]
-    assert [store.get_range("name", *span) for span in spans] == [b"0123456789", b"34", b"89", b"", b"", b""]
+    spans = [(0, 10), (3, 5), (8, 20), (4, 4)]
+    assert [store.get_range("name", *span) for span in spans] == [b"0123456789", b"34", b"89", b""]
 
 
 @every_kind

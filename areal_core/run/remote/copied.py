@@ -285,10 +285,8 @@ class _Following:
             if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
                 file.unlink(missing_ok=True)
 
-    def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+    def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int]:
         status, content = channel.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
-        if status == 413:
-            return None
         if status not in (200, 409):
             raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
         return status == 200, parsed(content)["size"]

@@ -45,11 +45,6 @@ _HIGHEST_VERSION = 10**9
 _LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
 _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
 _MOST_BYTES = 2**20  # of a request
-_TIMELINE_BYTES = 2**30
-
-
-class FullError(ArealError):
-    """A file would get larger than it may."""
 
 
 class NoShareError(ArealError):
@@ -72,7 +67,7 @@ class Files:
         )
 
     def app(self) -> web.Application:
-        statuses = {TakenError: 409, FullError: 413, NoShareError: 410, OSError: 500}
+        statuses = {TakenError: 409, NoShareError: 410, OSError: 500}
         doors = [guard(self._run.token()), refusals(statuses)]
         app = web.Application(middlewares=doors, client_max_size=_MOST_BYTES)
         app.add_routes(
@@ -142,9 +137,9 @@ class Files:
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
         launch = self.config.launch
-        limit, older = (launch.log_bytes, launch.log_files) if kind == LOGS else (_TIMELINE_BYTES, None)
         file, data = self._run.root / kind / name, await request.read()
-        fits, size = append(file, int(request.query["offset"]), data, limit=limit, older=older)
+        older = launch.log_files if kind == LOGS else None
+        fits, size = append(file, int(request.query["offset"]), data, limit=launch.log_bytes, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)
 
     def _owned(self, request: web.Request) -> Owned:
@@ -183,14 +178,12 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
 def append(file: Path, offset: int, data: bytes, *, limit: int, older: int | None) -> tuple[bool, int]:
     """Put `data` at the end of a file if it has `offset` bytes. Returns whether it did, and the size of the file then.
 
-    The file may have `limit` bytes. A log, of which so many `older` files stay, is rotated where it would have more.
-    Raises FullError for another file, and OSError."""
+    A log, of which so many `older` files stay, is rotated where it would have more than `limit` bytes. Raises
+    OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     with open(descriptor, "ab") as out:
         if (size := os.fstat(descriptor).st_size) != offset:
             return False, size
-        if size + len(data) > limit and older is None:
-            raise FullError(f"{file.name}: must not have more than {limit} bytes")
         if size and size + len(data) > limit and older is not None:
             logs.shift(file, older)
             file.replace(logs.older(file, 1))

@@ -20,9 +20,8 @@ _PIECE = 256 * 1024  # bytes of a request
 _NOWHERE = -1  # an offset that fits no file: the head node says how large its own is
 
 
-Append = Callable[[str, int, bytes], tuple[bool, int] | None]
-"""Whether these bytes are now the end of a file of the head node's that had so many, and its size; None if it takes no
-more. Raises AwayError."""
+Append = Callable[[str, int, bytes], tuple[bool, int]]
+"""Whether these bytes are now the end of a file of the head node's that had so many, and its size. Raises AwayError."""
 
 
 class Sender:
@@ -33,7 +32,6 @@ class Sender:
         self._root, self._names, self._append, self._state = root, tuple(names), append, state
         # Of each file: its bytes that were sent, and the size of the head node's file then.
         self._sent: dict[str, list[int]] = json.loads(state.read_text()) if state.exists() else {}
-        self._full: set[str] = set()  # of which the head node takes no more
 
     def look(self, *, last: bool = False) -> bool:
         """Send what is new: whole lines, and with `last` what is there. Whether the head node has it all now: while it
@@ -41,7 +39,7 @@ class Sender:
         before = copy.deepcopy(self._sent)
         try:
             for name in self._names:
-                if name not in self._full and (self._root / name).exists():
+                if (self._root / name).exists():
                     self._send(name, self._root / name, last=last)
             return True
         except AwayError:
@@ -52,8 +50,7 @@ class Sender:
 
     def _send(self, name: str, path: Path, *, last: bool) -> None:
         if name not in self._sent:
-            answer = self._append(name, _NOWHERE, b"")
-            self._sent[name] = [0, 0 if answer is None else answer[1]]
+            self._sent[name] = [0, self._append(name, _NOWHERE, b"")[1]]
         if path.stat().st_size < self._sent[name][0]:  # rotated: the newest older file has what was written before
             older = path.with_name(f"{path.name}.1")
             if older.exists():
@@ -71,11 +68,7 @@ class Sender:
                     data = data[: data.rfind(b"\n") + 1]
                 if not data:
                     return
-                answer = self._append(name, sent[1], data)
-                if answer is None:
-                    self._full.add(name)
-                    return
-                fits, size = answer
+                fits, size = self._append(name, sent[1], data)
                 if fits:
                     sent[0] += len(data)
                 elif sent[1] < size <= sent[1] + len(data):  # it has taken what it could not answer

@@ -86,11 +86,10 @@ def test_another_run_starts_with_the_split_that_is_asked_for(
 _TABLE = """\
 run last change state on this machine in the store
 old DATE finished 999 bytes 1.2 MB
-.pruned-x-2 DATE half deleted 999 bytes 1.2 MB
 left DATE stopped 999 bytes 1.2 MB
 new DATE running 999 bytes 1.2 MB
 
-To delete: .pruned-x-2 (1.2 MB). Runs: RUN=NAME, OLDER=DAYS."""
+To delete: nothing (0 bytes). Runs: RUN=NAME, OLDER=DAYS."""
 
 
 def held(run_id: str, days: float, state: State = "finished") -> HeldRun:
@@ -102,8 +101,7 @@ def held(run_id: str, days: float, state: State = "finished") -> HeldRun:
 @pytest.fixture
 def did(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
-    left, half = held("left", 31, "stopped"), held(".pruned-x-2", 35, "half deleted")
-    runs = [held("old", 40), half, left, held("new", 0, "running")]
+    runs = [held("old", 40), held("left", 31, "stopped"), held("new", 0, "running")]
 
     def delete(run: HeldRun, *_: object) -> None:
         if run.run_id == "left":
@@ -125,9 +123,9 @@ def test_what_runs_hold_is_shown(did: list[str], capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("chosen", "status", "deleted", "line"),
     [
-        ([], 0, [".pruned-x-2"], ""),
+        ([], 0, [], ""),
         (["--run", "old", "--run", "left", "--older", "35"], 0, ["old"], ""),  # both choices must hold
-        (["--older", "30"], 1, ["old", ".pruned-x-2"], "1 of 3 could not be deleted"),
+        (["--older", "30"], 1, ["old"], "1 of 2 could not be deleted"),
         (["--run", "new"], 2, [], "RUN: new is running; stop it first"),
         (["--run", "none"], 2, [], "RUN: there is no run none; `make prune` lists all"),
         (["--older", "30d"], 2, [], "argument --older: invalid float value: '30d'; see make prune --help"),

@@ -179,15 +179,6 @@ def test_a_controllers_work_is_for_cores_too() -> None:
     assert "2 cores had work 95 % of 10.0 s. The run used 95 % of the CPU time:" in text
 
 
-def test_cores_that_others_use_are_not_taken_for_our_own() -> None:
-    text = judged(cores(), spans(3.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)]))
-    assert "used 30 % of the CPU time: generation (15 %) and training (15 %). Other programs used this machine" in text
-    text = judged(cores(), spans(9.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)]))
-    assert "Other programs" not in text
-    unmeasured = spans(generation_0=[("generate", 0, 10)]) + spans(3.0, trainer_0=[("train", 0, 10)])
-    assert "Other programs" not in judged(cores(), unmeasured)  # vLLM's servers don't say what they use
-
-
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 

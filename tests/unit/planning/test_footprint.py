@@ -176,21 +176,16 @@ def test_what_can_be_placed() -> None:
 
 
 HOST = "launch.devices_per_host (8)"
-HEADS = "must divide the model's 40 heads, and divide its 8 key-value heads or be a multiple of them, got"
+HEADS = "must be a divisor of the model's 40 heads, and a divisor or multiple of 8 key-value heads, got"
+STRADDLES = "must be such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of 8, got"
 
 
 @pytest.mark.parametrize(
     ("devices", "ranks", "tensor", "data", "said"),
     [
         (12, 4, 1, 1, f"launch.devices: must be a multiple of {HOST}, got 12"),
-        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: must divide {HOST}, so that no group straddles two machines,"),
-        (
-            24,
-            8,
-            4,
-            3,
-            "generation.vllm.data_parallel: with tensor_parallel=4 a server takes 12 GPUs, which must divide",
-        ),
+        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: {STRADDLES} 5"),
+        (24, 8, 4, 3, f"generation.vllm.tensor_parallel: {STRADDLES} 12"),
         (16, 4, 1, 1, f"training.ranks: must be a multiple of {HOST}, so that ranks fill whole machines, got 4"),
         (8, 1, 3, 1, f"generation.vllm.tensor_parallel: {HEADS} 3"),
         (8, 1, 5, 1, f"generation.vllm.tensor_parallel: {HEADS} 5"),

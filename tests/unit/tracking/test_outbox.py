@@ -83,22 +83,6 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
     assert outbox.pending_document() is None
 
 
-def test_refused_items_wait_no_more_and_keep_the_reason(outbox: Outbox) -> None:
-    outbox.log([row(step=1), row(step=2)])
-    outbox.document("dataset_report", 0, {"rows": 1})
-    document = outbox.pending_document()
-    assert document is not None
-    outbox.settle_metrics([row(step=1)], "too early")
-    outbox.settle_document(document, "too large")
-    assert outbox.unsent() == 1
-    refused = ["point reward of step 1: too early", "document dataset_report of step 0: too large"]
-    assert outbox.refusals() == refused
-    outbox.document("dataset_report", 0, {"rows": 2})  # another than was refused
-    assert outbox.unsent() == 2
-    assert outbox.refusals() == refused[:1]
-    assert outbox.history() == {"reward": [(1, 0.5), (2, 0.5)]}  # the run's own record
-
-
 def test_what_was_sent_takes_no_room(outbox: Outbox, tmp_path: Path) -> None:
     for step in range(20):
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})

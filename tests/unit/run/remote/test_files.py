@@ -17,7 +17,6 @@ from blake3 import blake3
 
 from areal_core.api.access import authorization
 from areal_core.api.head import Head
-from areal_core.run.remote import files as module
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 from tests.support.processes import wait_for
@@ -180,7 +179,6 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
         *((f"model/{name}", None, 404, b"the model has no such file") for name in NO_FILES),
         *((f"versions/{number}", None, 400, b"") for number in NO_VERSIONS),
         *((f"nodes/a/{path}", b"hello", 400, b"") for path in STRANGE),
-        ("nodes/a/timeline/generation-0.jsonl?offset=0", b"x" * 11, 413, b""),
         *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
         ("payloads/000002-000008?spans=0-1", None, 404, b"segment 000002-000008 can't be read: No such file or dir"),
         ("payloads/000003-000007?spans=0-1", None, 404, b""),  # a folder
@@ -196,13 +194,11 @@ def test_bad_requests_are_refused_in_one_line(
     ask: Asked,
     head_node: HeadNode,
     segment: Path,
-    monkeypatch: pytest.MonkeyPatch,
     path: str,
     body: bytes | None,
     status: int,
     line: bytes,
 ) -> None:
-    monkeypatch.setattr(module, "_TIMELINE_BYTES", 10)
     (head_node.model / ".hidden").touch()
     (head_node.model / "folder").mkdir()
     segment.with_name("token.bin").touch()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.api.head import AwayError
-from areal_core.run.remote.files import FullError, append
+from areal_core.run.remote.files import append
 from areal_core.run.remote.sending import Sender
 
 LOG, TIMELINE = "logs/generation-0.log", "timeline/generation-0.jsonl"
@@ -29,13 +29,10 @@ class HeadFolder:
         for folder in ("logs", "timeline"):
             (root / folder).mkdir(parents=True, exist_ok=True)
 
-    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int]:
         self.calls += 1
         older = OLDER if name == LOG else None
-        try:
-            answer = append(self.root / name, offset, data, limit=self.limit, older=older)
-        except FullError:
-            answer = None
+        answer = append(self.root / name, offset, data, limit=self.limit, older=older)
         if self.breaks():
             raise AwayError("the connection broke")
         return answer
@@ -115,17 +112,6 @@ def test_the_head_node_rotates_a_log_that_would_get_too_large(machine: Machine, 
     kept = sorted((head.root / LOG).parent.iterdir())
     assert [path.name for path in kept] == [f"generation-0.log{end}" for end in ("", ".1", ".2")]
     assert all(path.stat().st_size <= 100 for path in kept)
-
-
-def test_a_file_of_which_the_head_node_takes_no_more_keeps_no_other_one_back(
-    machine: Machine, head: HeadFolder
-) -> None:
-    head.limit = 20
-    machine.write(TIMELINE, "longer than it may be\n")
-    machine.write(LOG, "short\n")
-    machine.sender.look(last=True)
-    machine.sender.look(last=True)
-    assert (head.text(LOG), head.text(TIMELINE)) == ("short\n", "")
 
 
 def test_a_head_node_that_has_lost_what_it_had(machine: Machine, head: HeadFolder) -> None:
