@@ -234,7 +234,7 @@ def test_a_data_server_that_is_started_again_is_waited_for(
     assert controller.asked == []
     head_node.close()
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: the head node at http://\S+ does not answer"):
+    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: http://\S+ does not answer"):
         read(copy, controller)
 
 
