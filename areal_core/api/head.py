@@ -175,9 +175,7 @@ def checked_url(url: str) -> str:
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(
-            f"--head: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}"
-        )
+        raise ConfigError(f"--head: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}")
     return url.rstrip("/")
 
 

@@ -3,7 +3,6 @@ registered models: one version a run, and the alias of the best one."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sqlite3
@@ -20,7 +19,6 @@ import pytest
 from mlflow import MlflowClient
 
 from areal_core.config.schema import load
-from areal_core.errors import TrackingError
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.forwarder import Forwarder
 from areal_core.tracking.mlflow_client import register, start_run
@@ -159,18 +157,6 @@ def test_run_does_not_notice_a_server_that_never_answers(server: Server, client:
     assert client.get_run(tracked).info.status == "FINISHED"
 
 
-def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
-    run.log(range(3000))
-    forwarder = run.forward()
-    wait_for(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
-    forwarder.kill()
-    forwarder.communicate()
-    run.outbox.end("FINISHED")
-
-    assert run.forward_here()
-    assert server.held(tracking_id(run)) == expected(range(3000))
-
-
 def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
     run.log(range(5))
     forwarder = run.forward(MLFLOW_RUN_ID="0" * 32, MLFLOW_TRACKING_URI="http://127.0.0.1:1")  # must not interfere
@@ -187,36 +173,6 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     run.outbox.end("FAILED")  # another forwarder takes over
     assert run.forward_here()
     assert client.get_run(tracking_id(run)).info.status == "FAILED"
-
-
-def test_documents_are_shown(
-    server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.outbox.document(
-        "trajectories", 10, {"rows": [{"reward": 1.0, "completion": "1-1=0;#0"}, {"reward": 0.0, "completion": ""}]}
-    )
-    run.outbox.document("staleness_histogram", 10, {"counts": {"0": 6000, "1": 2500, "2": 300}})
-    run.outbox.document("summary", 35, {"accuracy_before": 0.2, "accuracy_after": 0.8, "reason": "steps"})
-    run.outbox.end("FINISHED")
-    assert run.forward_here()
-
-    run_id = tracking_id(run)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # load_table asks the global client
-    table = client.load_table(client.get_run(run_id).info.experiment_id, "trajectories/step-000010.json", [run_id])
-    assert table.to_dict("list") == {"reward": [1.0, 0.0], "completion": ["1-1=0;#0", ""]}
-    picture = Path(client.download_artifacts(run_id, "staleness/step-000010.png", str(tmp_path)))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    summary = Path(client.download_artifacts(run_id, "summary.json", str(tmp_path)))
-    assert json.loads(summary.read_text())["reason"] == "steps"
-    data = client.get_run(run_id).data
-    assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
-
-
-def test_database_behind_a_server_is_refused(server: Server) -> None:
-    start_run(server.uri, "areal", "x", {}, {})
-
-    with pytest.raises(TrackingError, match=r"^tracking\.uri: the artifacts of 'areal' belong to an MLflow server"):
-        start_run(f"sqlite:///{server.folder}/mlflow.db", "areal", "x", {}, {})
 
 
 def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, client: MlflowClient) -> None:
@@ -257,10 +213,3 @@ def test_the_best_version_of_comparable_runs_has_the_alias(server: Server, clien
     assert first.source == "s3://bucket/runs/first/best"
     assert first.tags["areal.version"] == "5"
     assert "held-out accuracy 0.500" in first.description
-
-
-def test_a_model_in_a_folder_is_named_by_a_tag(server: Server, client: MlflowClient, tmp_path: Path) -> None:
-    run_id = start_run(server.uri, "e", "local", {}, {})
-    register(client, run_id, {**registered_model("local", 0.5, name="areal-local"), "url": str(tmp_path)})
-    (version,) = client.search_model_versions("name='areal-local'")
-    assert (version.source, version.tags["areal.url"]) == (f"runs:/{run_id}/summary.json", str(tmp_path))

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast, get_args, get_type_hints
 
-import numpy as np
 import pytest
 
 from areal_core.config.fields import merge
@@ -138,14 +137,6 @@ def test_a_number_that_nothing_can_hold_is_refused(name: str, kind: type) -> Non
             load(merge({}, name, value))
 
 
-def test_numbers_of_numpy_are_plain_ones() -> None:
-    config = load(
-        {"seed": np.int64(3), "training": {"learning_rate": np.float32(0.5)}, "stop": {"score": np.float64(1)}}
-    )
-    found = config.seed, config.training.learning_rate, config.stop.score
-    assert [(type(value), value) for value in found] == [(int, 3), (float, 0.5), (float, 1.0)]
-
-
 def test_an_adapter_has_a_rank_and_targets() -> None:
     assert load({}).training.lora.adapter is None
     lora = load({"training": {"lora": {"rank": 8, "alpha": 16, "targets": "q_proj, v_proj"}}}).training.lora
@@ -174,14 +165,6 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(values: dict[str
     assert str(caught.value).startswith(said)
     assert "hunter2" not in str(caught.value)
     assert "token@" not in str(caught.value)
-
-
-def test_what_follows_from_remote_roles() -> None:
-    assert load({}).remote_roles == frozenset()
-    assert load({"launch": {"remote_roles": "generation"}}).remote_roles == {"generation"}
-    config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"remote_roles": "both", "address": "fd00::1"}})
-    assert config.remote_roles == {"generation", "trainer"}
-    assert config.ranks_per_host == 2
 
 
 FOLLOWS = """

@@ -167,18 +167,6 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
     )
 
 
-@pytest.mark.parametrize(("mode", "cause"), [("async", "The staleness bound"), ("sync", "Synchronous mode")])
-def test_cores_without_work(mode: str, cause: str) -> None:
-    found = spans(2.0, **both([("generate", 0, 4), ("wait", 4, 10)], [("wait", 0, 5), ("train", 5, 9)]))
-    assert judged(cores(mode=mode), found).startswith(f"{cause} limited this run. 2 cores had work 80 % of 10.0 s.")
-
-
-def test_a_controllers_work_is_for_cores_too() -> None:
-    found = spans(2.5, generation_0=[("generate", 0, 5), ("wait", 5, 10)], trainer_0=[("train", 0, 5), ("wait", 5, 10)])
-    text = judged(cores(), found, controller_cpu_s=9.0)  # 95 %, and not half, as servers and ranks
-    assert "2 cores had work 95 % of 10.0 s. The run used 95 % of the CPU time:" in text
-
-
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
@@ -196,9 +184,3 @@ def test_the_window_is_from_the_first_version_to_the_last() -> None:
     assert told.idle == {"generation": 0.0, "trainer": 0.5}
     assert " of 10.0 s." in told.text
     assert "and the controller (10 %)." in told.text
-
-
-@pytest.mark.parametrize("published", [[], [("publish", -3, -2), ("publish", 3, 4)]])
-def test_without_two_versions_there_is_nothing_to_explain(published: list[Doing]) -> None:
-    found = spans(generation_0=[("generate", 0, 8)], publisher_0=published)
-    assert explain(config(), found, {}, start_s=START, controller_cpu_s=0.0) is None

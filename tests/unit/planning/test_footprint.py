@@ -17,7 +17,6 @@ from areal_core.planning.footprint import (
     SLEEPING,
     check_footprint,
     check_placement,
-    footprint,
     training_pass,
     training_state,
 )
@@ -75,14 +74,6 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     said = refusal(config(training=training), memory * GIB)
     assert said.startswith(f"training.{field}: rank needs ")
     assert said.endswith(advice)
-
-
-def test_a_reference_model_is_counted() -> None:
-    without, beside = (
-        footprint(config(training={"ranks": 4}, algorithm={"kl_coef": kl}), SPEC, EIGHTY).needs[0].parts
-        for kl in (0.0, 0.1)
-    )
-    assert beside == without | {"reference": 2 * 7_615_616_512}
 
 
 @pytest.mark.parametrize(
@@ -144,15 +135,6 @@ def test_awake_both_have_all_of_theirs_at_once(generation: dict[str, Any]) -> No
     said = refusal(shared(**generation), 60 * GIB, SMALL)
     assert re.match(r"generation\.sleep: rank beside a server needs .* too many: .*; set it", said)
     check_footprint(shared(**generation), SMALL, 160 * GIB)
-
-
-def test_the_table_says_what_does_not_fit() -> None:
-    lines = footprint(config(training={"zero_stage": 2}), SPEC, EIGHTY).table().splitlines()
-    assert lines[0] == (
-        "1 machine: 6 x 1 GPUs generate, and 2 train; the KV cache of a server holds 105 completions of 8192 tokens"
-    )
-    assert lines[1].startswith("rank: 109.4 of 80.0 GiB, 29.4 too many: weights 14.2, ")
-    assert lines[2].startswith("server: 22.3 of 68.0 GiB, fits: weights 14.2, ")
 
 
 FORTY = dataclasses.replace(SPEC, heads=40, kv_heads=8)

@@ -16,9 +16,6 @@ from areal_core.models.folders import init_weights
 from areal_core.models.spec import ModelSpec
 from areal_core.planning.footprint import (
     LOGITS_AT_ONCE,
-    completion_bytes,
-    layer_parameters,
-    server_state,
     training_pass,
     training_state,
 )
@@ -33,7 +30,6 @@ SPEC = dataclasses.replace(SPECS["7b"], **SMALL, intermediate_size=100)
 # q 64 x 64 + 64, k and v each 32 x 64 + 32, o 64 x 64, two norms of 64, three matrices of 100 x 64.
 LAYER = 4160 + 2 * 2080 + 4096 + 128 + 19200  # 31,744
 P = 2 * 1000 * 64 + 64 + 2 * LAYER  # 191,552
-LARGE = SPECS["32b"]
 
 
 def config(*, generation: dict[str, Any] | None = None, **training: Any) -> RunConfig:
@@ -83,32 +79,6 @@ def test_state_of_a_rank(
     state = {"weights": weights, "gradients": gradients, "optimiser": optimiser}
     assert training_state(chosen, SPEC) == state | {"reference": 0}
     assert training_state(chosen, SPEC, reference=True) == state | {"reference": reference}
-
-
-def test_what_is_gathered_and_reduced() -> None:
-    def collectives(spec: ModelSpec, **training: Any) -> float:
-        return training_pass(config(microbatch_tokens=32768, **training), spec)["collectives"]
-
-    assert collectives(SPEC, engine="torch") == 0.0
-    # Small models: all of it, in two buckets and in float32; and gathered, at stage 3.
-    assert collectives(SPEC, engine="deepspeed", dtype="bfloat16", zero_stage=2) == 8 * P
-    assert collectives(SPEC, engine="deepspeed", dtype="bfloat16", zero_stage=3) == 8 * P + 2 * P
-    # 32 billion: buckets of 5e8; a layer (q and o 5120 x 5120, k and v 1024 x 5120, three of 27648 x 5120, biases of
-    # 7168, norms of 10240) with a vocabulary matrix.
-    assert layer_parameters(LARGE) == 487_605_248
-    found = collectives(LARGE, engine="deepspeed", dtype="bfloat16", zero_stage=3, ranks=8)
-    assert found == 8 * 5e8 + 2 * (487_605_248 + 152064 * 5120)
-
-
-@pytest.mark.parametrize(("degree", "heads"), [(1, 2), (2, 1), (4, 1)])
-def test_a_server_of_vllm(degree: int, heads: int) -> None:
-    vllm = config(generation={"engine": "vllm", "slots": 16, "vllm": {"tensor_parallel": degree}})
-    token = 2 * 2 * heads * 16 * 2  # keys and values, layers, heads of this GPU, width, bytes
-    assert completion_bytes(vllm, SPEC) == 32 * token
-    assert server_state(vllm, SPEC) == {
-        "weights": 2 * P / degree,
-        "step": 8192 * (300 / degree + 256) * 2 + 12 * 16 * 1000,
-    }
 
 
 # -- in fact -----------------------------------------------------------------------------------------------------------

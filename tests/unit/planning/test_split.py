@@ -15,8 +15,6 @@ from tests.support.splits import (
     COMPLETION_S,
     FIXED_S,
     GENERATED,
-    RUNNING,
-    SLOTS,
     TRAINED,
     config,
     curves,
@@ -33,22 +31,6 @@ def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> Non
     assert found[0].ratio == pytest.approx(4 * TRAINED / min(servers * GENERATED, ranks * TRAINED))
     assert [split.servers + split.ranks for split in found] == [8] * 7
     assert found[0].overrides == ["generation.servers=4", "training.ranks=4"]
-
-
-def test_servers_have_equal_parts_of_what_the_staleness_bound_admits() -> None:
-    """4.5 batches of 64 completions, four fifths of them running: six servers have 38 each, half of their room."""
-    tight = config(6, 2, batch_size=64, max_staleness=4)
-    found = splits(tight, measured(6, 2))
-    per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
-    able = {s: s * n / (FIXED_S + n * COMPLETION_S) for s, n in per_server.items()}
-    best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
-    assert found[0].servers == best
-
-
-def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
-    """Sixteen completions in a minibatch keep sixteen ranks busy at most."""
-    small = config(20, 4, devices=24, batch_size=16)
-    assert {split.ranks for split in splits(small, measured(20, 4))} == set(range(1, 17))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError
-from areal_core.launch.supervisor import FileLock
 from areal_core.models import gguf
 from areal_core.run import folders as module
 from areal_core.run.folders import DiskSpace, run_folder, tracking_uri
 from areal_core.run.preflight import preflight
-from areal_core.run.prepare import prepare
 from areal_core.storage.rundir import RunDir
 from areal_core.training.recipe import cache_key
 from tests.support.runs import changed
@@ -139,13 +137,3 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
     file.unlink()
     with pytest.raises(ModelError, match=r"^model\.path: .*small\.gguf: No such file or directory$"):
         preflight(config)
-
-
-def test_two_runs_do_not_make_the_same_model_at_once(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WARMUP_LOCK_S", 0.0)
-    config = load(base | {"model": TINY})
-    cache = Path(base["state_dir"]) / "cache"
-    cache.mkdir(parents=True)
-    busy = pytest.raises(ProcessError, match="is still held by another run, which makes its base model")
-    with FileLock(cache / f"{cache_key(config)}.lock", timeout_s=0.0, busy=""), busy:
-        prepare(config, log=print)

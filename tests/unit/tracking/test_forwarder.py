@@ -146,16 +146,6 @@ def test_point_that_the_server_refuses_costs_only_itself(
     assert server.status == "FINISHED"
 
 
-def test_batches_grow_again_behind_a_refused_point(server: Server, outbox: Outbox) -> None:
-    outbox.log(rows(range(4000)))
-    outbox.end("FINISHED")
-    server.refused = {5}
-    assert forward(outbox)
-    assert len(server.points) == 3999
-    assert max(server.batches) == 1000
-    assert len(server.batches) < 30
-
-
 def test_document_that_the_server_refuses_costs_only_itself(
     server: Server, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,16 +301,3 @@ def test_staleness_figure_draws_shares(counts: dict[str, int]) -> None:
     assert sum(heights) == pytest.approx(1.0 if sum(counts.values()) else 0.0)
     highest = max((int(lag) for lag, count in counts.items() if count), default=0)
     assert f"max {highest}, {sum(counts.values()):,} tokens" in figure.axes[0].get_title()
-
-
-def test_broken_artifacts_do_not_hold_curves_back(
-    server: Server, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(server, "log_dict", refuse)
-    outbox.document("dataset_report", 0, {})
-    forward(outbox, stop_at(3, lambda: outbox.log(rows(range(5)))))
-    assert len(server.points) == 5
-    assert server.status == "KILLED"

@@ -137,16 +137,6 @@ def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable
     wait_for(lambda: there.ready_info("generation") is None)
 
 
-def test_a_head_node_that_has_moved_is_noted_for_ranks(head_node: HeadNode, node: Callable[..., Node]) -> None:
-    where = [head_node.serve()]
-    here = node(Head(lambda: where[0], head_node.run.token(), timeout_s=1.0)).take().run
-    assert head_node.run.copy() is None
-    assert (here.copy() or {})["head"] == (before := where[0])
-    where[0] = head_node.serve()
-    assert where[0] != before
-    wait_for(lambda: (here.copy() or {})["head"] == where[0])
-
-
 def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:
     there = head_node.run
     lease = Path(there.info().checkpoint_url, "lease.json")

@@ -122,29 +122,6 @@ def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
     assert not list(head_node.run.ready.iterdir())
 
 
-def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> None:
-    run = head_node.run
-    for name, index in (("controller", 0), ("trainer", 0), ("evaluator", 0)):
-        write_json(run.ready_file(name, index), {"pid": 1, "url": None})
-    heard = ask.hear()
-    assert heard == {
-        "run_id": "r",
-        "number": 0,
-        "ended": None,
-        "ready": {n: {"pid": 1, "url": None} for n in ("controller-0", "trainer-0")},
-    }
-    write_json(run.summary, {})
-    assert json.loads(ask("GET", "/run")[1])["ended"] == "in order"
-
-
-def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadNode) -> None:
-    ask.hear()
-    path = "/nodes/a/logs/generation-0.log"
-    answers = [ask("POST", f"{path}?offset={at}", data) for at, data in ((0, b"one\n"), (0, b"one\n"), (4, b"two\n"))]
-    assert answers == [(200, b'{"size": 4}'), (409, b'{"size": 4}'), (200, b'{"size": 8}')]
-    assert head_node.run.log_file("generation").read_text() == "one\ntwo\n"
-
-
 NO_FILES = ("other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder")
 STRANGE = (  # no file of the worker's own, or no offset
     "logs/launcher-0.log?offset=0",

@@ -129,16 +129,6 @@ def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, cl
         nodes.hear("a", said(0, 2))
 
 
-def test_workers_that_have_said_their_last_words_or_are_gone_are_not_awaited(nodes: Nodes, clock: Clock) -> None:
-    nodes.hear("a", said())
-    nodes.hear("a", said(over=True))
-    assert not nodes.awaited
-    nodes.hear("b", said())  # there is room at once
-    assert nodes.awaited
-    clock.now += GONE_S
-    assert not nodes.awaited
-
-
 def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nodes: Nodes, head_node: HeadNode) -> None:
     run = head_node.run
     nodes.hear(

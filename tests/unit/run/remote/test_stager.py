@@ -96,17 +96,6 @@ async def test_those_that_were_asked_for_last_stay(stager: Stager, head_node: He
     assert held(copy) == [f"v00000{n}/{name}" for n in (1, 3) for name in ("manifest.json", "model.safetensors")]
 
 
-async def test_a_version_that_was_replaced_is_brought_again(
-    stager: Stager, fetching: Fetching, head_node: HeadNode
-) -> None:
-    before = await stager.staged(head_node.publish(3))
-    after = await stager.staged(head_node.publish(3, value=0.5))
-    assert before.path == after.path
-    assert before.digest != after.digest
-    assert weights.is_whole(after)
-    assert fetching.asked == ["3", "3"]
-
-
 async def test_the_base_model_is_the_machines_own(stager: Stager, fetching: Fetching, head_node: HeadNode) -> None:
     base = weights.base_version(str(head_node.model))
     elsewhere = dataclasses.replace(base, path="/elsewhere")
