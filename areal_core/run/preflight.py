@@ -27,7 +27,7 @@ from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
-from areal_core.planning.footprint import GIB, Footprint, check_footprint
+from areal_core.planning.footprint import GIB, check_footprint
 from areal_core.planning.time_model import TimeModel
 from areal_core.rewards.worker import outcome_apart
 from areal_core.run.folders import Log, model_folder, tracking_uri
@@ -70,7 +70,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
             folder = model_folder(config, log)
         source = _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
-            plan(config, log)
+            check_footprint(config, read_spec(folder), device_memory(config))
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if not resumed and (uri := tracking_uri(config)):
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
@@ -85,16 +85,6 @@ def _check_address(address: str) -> None:
             probe.bind((address, 0))
         except OSError as error:
             raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
-
-
-def plan(config: RunConfig, log: Log = print) -> Footprint:
-    """What the model of `model.path` needs of GPUs. Raises ConfigError for what can't be placed or does not fit, and
-    ModelError for a folder without a sound config.json."""
-    if config.model.path is None:
-        raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
-    with _model_path():
-        spec = read_spec(model_folder(config, log))
-    return check_footprint(config, spec, device_memory(config))
 
 
 @contextmanager

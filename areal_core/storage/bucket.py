@@ -126,19 +126,11 @@ class Bucket:
         """Make the bucket if it is absent."""
         try:
             self._call("head_bucket", bucket)
-            return
         except PermissionError:
-            return  # some may write to a bucket that they may not look at: the probe will tell
+            pass  # some may write to a bucket that they may not look at: the probe will tell
         except FileNotFoundError:
-            pass
-        try:
-            self._call("create_bucket", bucket)
-        except FileExistsError:
-            pass  # somebody else has made it
-        except self.errors as error:
-            if self.transient(error):
-                raise
-            raise OSError(errno.EACCES, f"the bucket does not exist and can't be made: {self.reason(error)}") from error
+            with contextlib.suppress(FileExistsError):  # somebody else has made it
+                self._call("create_bucket", bucket)
 
     def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
         size, checksum = _checksum(local)

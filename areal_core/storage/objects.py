@@ -91,14 +91,9 @@ class Storage:
         try:
             patience.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
-            field = next(
-                (name for name in _ENDPOINTS if not endpoint_url and os.environ.get(name)), "storage.endpoint_url"
-            )
-            where = endpoint_url or os.environ.get(field, "Amazon's endpoint")
-            remedy = f"; start it there, or name another with {field}" if bucket.transient(error) else ""
-            raise StorageError(
-                f"storage.url: can't use {url} at {where} ({field}): {bucket.reason(error)}{remedy}"
-            ) from error
+            where = endpoint_url or next(filter(None, map(os.environ.get, _ENDPOINTS)), "Amazon's endpoint")
+            remedy = "; start it there, or name another (storage.endpoint_url)" if bucket.transient(error) else ""
+            raise StorageError(f"storage.url: can't use {url} at {where}: {bucket.reason(error)}{remedy}") from error
         with cls(bucket, root, f"s3://{root}", patience)._probe():
             pass
         bucket.opened()

@@ -24,12 +24,10 @@ from areal_core.tracking.mlflow_client import (
     MAX_METRICS,
     Metric,
     MlflowClient,
-    MlflowException,
     append_note,
     put_table,
     reason,
     refuses,
-    register,
     shown,
 )
 from areal_core.tracking.outbox import Document, Outbox
@@ -187,8 +185,6 @@ class Forwarder:
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":
             put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
-        elif document.kind == "model":
-            self._register(document)
         elif document.kind == "evaluation":
             self._put_scored(document)
         elif document.kind == "staleness_histogram":
@@ -209,15 +205,6 @@ class Forwarder:
             _log.warning("tracking: no table of version %d: %s", document.step, error)
             return
         put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
-
-    def _register(self, document: Document) -> None:
-        """A registry that is absent or refuses costs the registered model, nothing else."""
-        try:
-            register(self._client, self._run_id, document.data)
-        except MlflowException as error:
-            if error.get_http_status_code() >= 500:  # which connections that fail have, too
-                raise
-            _log.warning("tracking: %s registers no model: %s", shown(self._uri), reason(error))
 
 
 def _limit_requests(seconds: float) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal["dataset_report", "evaluation", "model", "staleness_histogram", "summary", "trajectories"]
+DocumentKind = Literal["dataset_report", "evaluation", "staleness_histogram", "summary", "trajectories"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
@@ -117,7 +117,6 @@ class Outbox:
         - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
         - summary: the fields of RunSummary. They become a file and a few final metrics.
         - dataset_report: what a file of that name holds.
-        - model: {"name", "url", "run", "version", "accuracy", "held_out"}. It becomes a version of a registered model.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.
         """

@@ -1,5 +1,4 @@
-"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded; and
-registered models: one version a run, and the alias of the best one."""
+"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -21,7 +19,7 @@ from mlflow import MlflowClient
 from areal_core.config.schema import load
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.forwarder import Forwarder
-from areal_core.tracking.mlflow_client import register, start_run
+from areal_core.tracking.mlflow_client import start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 from flows.stack import responds
@@ -185,31 +183,3 @@ def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, cli
         assert [(len(name), name[239:242]) for name in found] == [(250, "...")] * 2
         assert all(text.startswith(value * 4000) and text.endswith("...") for text in found.values())
     assert run.info.run_name == "r" * 247 + "..."
-
-
-# -- registered models -------------------------------------------------------------------------------------------------
-
-
-def registered_model(run: str, accuracy: float, held_out: str = "a", name: str = "areal-m") -> dict[str, Any]:
-    url = f"s3://bucket/runs/{run}/best"
-    return {"name": name, "url": url, "run": run, "version": 5, "accuracy": accuracy, "held_out": held_out}
-
-
-def test_the_best_version_of_comparable_runs_has_the_alias(server: Server, client: MlflowClient) -> None:
-    runs = {name: start_run(server.uri, "e", name, {}, {}) for name in ("first", "worse", "better", "other")}
-
-    def registered(name: str, accuracy: float, held_out: str = "a") -> str:
-        register(client, runs[name], registered_model(name, accuracy, held_out))
-        register(client, runs[name], registered_model(name, accuracy, held_out))  # again, as after a failure
-        return client.get_model_version_by_alias("areal-m", "best").run_id
-
-    assert registered("first", 0.5) == runs["first"]
-    assert registered("worse", 0.4) == runs["first"]
-    assert registered("better", 0.6) == runs["better"]
-    assert registered("other", 0.1, held_out="b") == runs["other"]  # other prompts: nothing to compare with
-    versions = client.search_model_versions("name='areal-m'")
-    assert sorted(version.run_id for version in versions) == sorted(runs.values())
-    (first,) = [version for version in versions if version.run_id == runs["first"]]
-    assert first.source == "s3://bucket/runs/first/best"
-    assert first.tags["areal.version"] == "5"
-    assert "held-out accuracy 0.500" in first.description

@@ -319,11 +319,9 @@ class _Following:
 def _about(session: Session) -> dict[str, Any]:
     """What the head node says of its run. Raises AwayError, ConfigError."""
     status, content = session.ask("GET", "/run")
-    if status != 200:
-        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
-    about = parsed(content)
+    about = parsed(content) if status == 200 else None
     if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
-        raise ConfigError("--head: no head node of a run is there: GET /run says nothing of one")
+        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
     names = [str(about["run_id"]), *about["model"]]
     if not _RUN_ID.fullmatch(names[0]) or not all(map(_FILE.fullmatch, names[1:])):
         raise ConfigError(f"--head: a run or a file of its model has a name that is none: {names!r:.200}")

@@ -245,7 +245,7 @@ def test_bad_options_are_refused_before_anything_is_begun(
     ("status", "changes", "line"),
     [
         (404, None, r"GET /run is answered with 404$"),
-        (200, None, r"GET /run says nothing of one$"),
+        (200, None, r"GET /run is answered with 200$"),
         (200, {}, r"^--head: a run or a file of its model has a name that is none"),
         (200, {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
     ],
