@@ -210,10 +210,6 @@ class LoraConfig:
         """The form of the adapter; None without one."""
         return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=self.names)
 
-    def check(self) -> None:
-        wanted = "names of linear layers with commas between"
-        require(all(self.names), "training.lora.targets", wanted, self.targets)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:

@@ -276,6 +276,7 @@ def test_a_launcher_deletes_what_is_its_own_or_superseded(store: Storage, tmp_pa
     save(store, tmp_path, 20, number=2)
     save(store, tmp_path, 30, number=2, shared=("payloads/2/c.bin",))
     store.put_bytes("checkpoints/step-000040.3/model/model.safetensors", b"a later launcher's first")
+    assert checkpoint.highest_number(store) == 3
     checkpoint.prune(store, 1, number=2, kept_too=lambda steps: {5})
     assert folders(store) == {"step-000005.1", "step-000030.2", "step-000040.3"}
     assert list(store.list("payloads")) == ["payloads/1/a.bin", "payloads/2/c.bin", "payloads/3/e.bin"]

@@ -1,7 +1,6 @@
 """The outbox: what wins, what is frozen, and that several processes may use it without MLflow."""
 
 import math
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -110,21 +109,3 @@ def test_unknown_document_and_unusable_path_are_refused(outbox: Outbox, tmp_path
         outbox.document("picture", 1, {})
     with pytest.raises(TrackingError, match="can't open the outbox"):
         Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")
-
-
-def _write(path: Path, key: str) -> None:
-    outbox = Outbox(path, "run-1")
-    for step in range(200):
-        outbox.log([row(key, step)])
-
-
-def test_processes_write_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write, args=(tmp_path / "outbox.sqlite", key)) for key in "abc"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-        assert writer.exitcode == 0
-
-    assert Outbox(tmp_path / "outbox.sqlite", "run-1").unsent() == 600

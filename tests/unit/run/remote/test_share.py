@@ -44,13 +44,6 @@ def config(**generation: Any) -> RunConfig:
             {"logs/generation-2", "logs/vllm-2", "logs/host-generation-2"},
             id="servers of vLLM",
         ),
-        pytest.param(
-            config(),
-            Share(role="trainer", first=1),
-            {"trainer-2", "trainer-3"},
-            {"logs/node-1", "logs/host-trainer-1", "timeline/trainer-2", "timeline/trainer-3"},
-            id="ranks",
-        ),
         pytest.param(  # their places come after those of the controller's machine, and one process has all of them
             load({"rollout": {"reward_workers": 3}}),
             Share(role="rewards", first=2, count=2),
@@ -141,21 +134,3 @@ def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nod
     assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**LATER)
     nodes.hear("a", said(heartbeats={"generation-0": BEAT}, over=True))
     assert heartbeat.read(run.heartbeat_file("generation")) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "what", "line"),
-    [
-        ("../a", said(), "node: must be letters, digits"),
-        ("a", said(2), r"--first: servers 2 to 2 are more than the run has"),
-        ("a", said(ready={"generation-1": {"pid": 1}}), "ready, heartbeats: 'generation-1' is none of generation-0$"),
-        ("a", said(heartbeats={"controller-0": BEAT}), "ready, heartbeats: 'controller-0' is none of generation-0$"),
-    ],
-)
-def test_what_no_worker_says_changes_nothing(
-    nodes: Nodes, head_node: HeadNode, name: str, what: Said, line: str
-) -> None:
-    with pytest.raises((ValueError, ConfigError), match=f"^{line}"):
-        nodes.hear(name, what)
-    assert not nodes.awaited
-    assert not list(head_node.run.ready.iterdir())
