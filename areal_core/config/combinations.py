@@ -45,8 +45,6 @@ def _check_batch(config: RunConfig) -> None:
     require(minibatches <= groups, "training.minibatches", f"at most {groups}, the groups in a batch", minibatches)
     completions, ranks = groups // minibatches * group, config.trainer_processes
     require(ranks <= completions, "training.ranks", f"at most {completions}, the completions in a minibatch", ranks)
-    if config.rollout.dynamic_sampling:
-        require(group > 1, "algorithm.group_size", "at least 2 with rollout.dynamic_sampling=true", group)
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -121,8 +119,6 @@ def _check_evaluation(config: RunConfig) -> None:
     if config.scores_at_the_end:
         late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
         require(score is None, "stop.score", f"null {late}", score)
-        keeps = config.training.keep_best
-        require(not keeps, "training.keep_best", f"false {late}", keeps)
     shared = lent or config.launch.accelerator == "cpu"
     why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared

@@ -4,7 +4,6 @@ in order. The head node has control, storage and rank 0."""
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -138,39 +137,6 @@ def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
     assert "was taken out by the controller: killed" in cluster.run.log_file("host-generation").read_text()
     assert not cluster.copy(TRAINS).payloads.exists()  # its parts of groups came past the controller
     assert not any("the controller is asked for it" in log.read_text() for log in cluster.run.logs.glob("node-*.log*"))
-
-
-@pytest.mark.nightly
-def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
-    cluster.until_step(2)
-    ranks = [cluster.pid("trainer", rank) for rank in range(2)]
-    os.kill(ranks[1], signal.SIGKILL)
-    cluster.says(TRAINS, f"failed (exitcode: -9) local_rank: 0 (pid: {ranks[1]})")
-    again = [cluster.pid("trainer", rank, but=ranks[rank]) for rank in range(2)]
-    cluster.until_step(cluster.step() + 2)
-    os.kill(again[1], signal.SIGSTOP)
-    named = re.escape(MISSED) + r".* within 10 s \(training\.collective_timeout_s\)"
-    cluster.wait_for("rank 0 names rank 1", lambda: re.search(named, cluster.said(HEAD_NODE)))
-    cluster.says(TRAINS, f"Sending process {again[1]} closing signal SIGTERM")
-    os.kill(again[1], signal.SIGCONT)  # else torchrun kills it 30 s later
-    assert all(cluster.pid("trainer", rank, but=again[rank]) != ranks[rank] for rank in range(2))
-    cluster.finished()
-
-
-@pytest.mark.parametrize("cluster", [LONG], indirect=True)
-@pytest.mark.nightly
-def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) -> None:
-    cluster.until_step(2)
-    ranks = [cluster.pid("trainer", rank) for rank in range(2)]
-    os.kill(cluster.pid("rendezvous"), signal.SIGKILL)
-    for host in (HEAD_NODE, TRAINS):
-        cluster.says(host, "exited with code 1: restart 1 of 2")
-    again = [cluster.pid("trainer", rank, but=ranks[rank]) for rank in range(2)]
-    assert again[1] in cluster.pids(TRAINS)
-    cluster.processes[TRAINS].kill()
-    cluster.wait_for("nothing is left there", lambda: not cluster.pids(TRAINS))
-    cluster.start(TRAINS)
-    cluster.finished()
 
 
 @pytest.mark.parametrize("cluster", [AWAY], indirect=True)

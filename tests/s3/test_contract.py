@@ -84,18 +84,6 @@ def test_a_big_file_goes_in_parts(store: Storage, tmp_path: Path, size: int) -> 
 
 
 @every_kind
-def test_other_writers_are_seen_at_once(place: Place, store: Storage) -> None:
-    other = place.open()
-    assert "x" not in store.list()
-    assert list(store.list()) == []
-    other.put_bytes("x", b"1")
-    assert "x" in store.list()
-    assert list(store.list()) == ["x"]
-    other.put_bytes("x", b"12")
-    assert store.get_bytes("x") == b"12"
-
-
-@every_kind
 def test_an_object_is_put_over_the_one_that_was_read(store: Storage) -> None:
     first = store.put_over("d/name", b"1", None)
     with pytest.raises(

@@ -57,8 +57,6 @@ algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
 algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
-rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
-    algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 training.ranks=2 training.hosts=2 launch.remote_roles=generation

@@ -101,14 +101,6 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
 @pytest.mark.parametrize(
     ("servers", "ranks", "used", "said"),
     [
-        pytest.param(
-            [("generate", 0, 5), ("wait", 5, 10)],
-            [("wait", 0, 0.5), ("train", 0.5, 10)],
-            None,
-            "1.05x without idle time, 2.00x with more capacity for training. Then generation would limit the run. "
-            "More devices for training would help (training.ranks).",
-            id="training",
-        ),
         pytest.param(  # held back by the staleness bound, servers run few completions at once
             [("generate", 0, 10)],
             [("wait", 0, 0.4), ("train", 0.4, 10)],
@@ -124,21 +116,12 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
             "1.67x without idle time. A larger rollout.max_staleness would help.",
             id="staleness",
         ),
-        pytest.param(
-            [("generate", 0, 3), ("wait", 3, 10)],
-            [("wait", 0, 6), ("train", 6, 10)],
-            None,
-            "1.05x without idle time, 2.50x with more capacity for rewards. Then training would limit the run. More "
-            "reward workers would help (rollout.reward_workers, or other machines).",
-            id="rewards",
-        ),
     ],
 )
 def test_what_limits_stages_with_devices_of_their_own(
-    request: pytest.FixtureRequest, servers: list[Doing], ranks: list[Doing], used: float | None, said: str
+    servers: list[Doing], ranks: list[Doing], used: float | None, said: str
 ) -> None:
-    scored = {"rewards_0": [("score", 0, 9.5)]} if request.node.callspec.id == "rewards" else {}
-    text = judged(config(), spans(**both(servers, ranks), **scored), used=used)
+    text = judged(config(), spans(**both(servers, ranks)), used=used)
     assert text.endswith(f"Upper bounds on the speed-up: {said}")
     assert ("generated 100 % of the time, at 50 % of their full rate." in text) == (used is not None)
 

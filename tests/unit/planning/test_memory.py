@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.models.folders import init_weights
@@ -84,7 +81,6 @@ def test_state_of_a_rank(
 # -- in fact -----------------------------------------------------------------------------------------------------------
 
 REAL = dataclasses.replace(SPEC, layers=4, vocab_size=2000, intermediate_size=352)
-NORMED = dataclasses.replace(REAL, qkv_bias=False, qk_norm=True, head_dim=32)
 TOKENS = 1024
 
 
@@ -119,32 +115,3 @@ def test_state_pass_and_update_of_the_torch_engine(rank: int | None, checkpointe
     with LiveMemory(*known) as update:
         engine.apply_gradient(1e-5, engine.reduce_gradient())
     assert rank or update.peak == pytest.approx(4 * REAL.parameters, rel=0.01)
-
-
-@pytest.mark.usefixtures("without_kernels")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spec", [REAL, NORMED], ids=["qwen2", "qwen3"])
-def test_a_pass_with_layers_kept_or_computed_again(spec: ModelSpec, dtype: str, checkpointed: bool) -> None:
-    spec = dataclasses.replace(spec, vocab_size=100)  # so that layers are what counts
-    chosen = config(engine="deepspeed", dtype=dtype, checkpoint_activations=checkpointed)
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in init_weights(spec, 0).items()}
-    for tensor in weights.values():
-        tensor.requires_grad_().grad = torch.zeros_like(tensor)
-    known = [each for tensor in weights.values() if tensor.grad is not None for each in (tensor, tensor.grad)]
-    with LiveMemory(*known) as live:
-        _logprobs(spec, weights, packed(spec), checkpointed).float().sum().backward()
-    assert 0.93 < live.peak / training_pass(chosen, spec)["activations"] < 1.07
-
-
-def _logprobs(spec: ModelSpec, weights: dict[str, Tensor], batch: Packed, checkpointed: bool) -> Tensor:
-    x = forward.embed(weights["model.embed_tokens.weight"], batch)
-    cos, sin = forward.rotations(spec, batch, x)
-    for layer in range(spec.layers):
-        inputs = spec, forward.layer_weights(weights, layer), x, cos, sin, batch.blocks
-        if checkpointed:
-            x = checkpoint(forward.decoder_layer, *inputs, use_reentrant=False)
-        else:
-            x = forward.decoder_layer(*inputs)
-    x = forward.rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
-    return forward.target_logprobs(weights["lm_head.weight"], x, batch, temperature=1.0)[0]

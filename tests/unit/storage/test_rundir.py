@@ -4,27 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from areal_core.config.schema import load
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path)
-    made.ready.mkdir()
-    return made
-
-
-def test_ready_processes(run: RunDir) -> None:
-    assert run.ready_info("controller") is None
-    write_json(run.ready_file("controller"), {"pid": 7, "url": "http://10.0.0.1:80"})
-    assert run.ready_info("controller") == {"pid": 7, "url": "http://10.0.0.1:80"}
-    assert run.controller_url() == "http://10.0.0.1:80"
-    run.forget_ready()
-    assert run.controller_url() is None
-    assert not list(run.ready.iterdir())
 
 
 def test_a_run_keeps_its_token(tmp_path: Path) -> None:

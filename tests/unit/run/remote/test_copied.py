@@ -241,22 +241,23 @@ def test_bad_options_are_refused_before_anything_is_begun(
             action()
 
 
+WRONG: dict[str, Any] = {"run_id": "../../etc", "ended": None, "config": {}, "info": {}, "model": {}}
+
+
 @pytest.mark.parametrize(
-    ("status", "changes", "line"),
+    ("status", "about", "line"),
     [
-        (404, None, r"GET /run is answered with 404$"),
-        (200, None, r"GET /run is answered with 200$"),
-        (200, {}, r"^--head: a run or a file of its model has a name that is none"),
-        (200, {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
+        (404, {}, r"GET /run is answered with 404$"),
+        (200, {}, r"GET /run is answered with 200$"),
+        (200, WRONG, r"^--head: a run or a file of its model has a name that is none"),
+        (200, WRONG | {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
     ],
 )
 def test_answers_of_other_servers_are_refused(
-    node: Callable[..., Node], serve: Any, status: int, changes: dict[str, Any] | None, line: str
+    node: Callable[..., Node], serve: Any, status: int, about: dict[str, Any], line: str
 ) -> None:
-    wrong = {"run_id": "../../etc", "ended": None, "config": {}, "info": {}, "model": {}}
-
     async def answer(_: web.Request) -> web.Response:
-        return web.json_response({} if changes is None else wrong | changes, status=status)
+        return web.json_response(about, status=status)
 
     def make() -> web.Application:
         app = web.Application()
