@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError
-from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits, splits_of_run
-from areal_core.storage.rundir import RunDir
+from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits
 from tests.support.splits import (
     COMPLETION_S,
     FIXED_S,
@@ -19,7 +16,6 @@ from tests.support.splits import (
     config,
     curves,
     measured,
-    recorded_run,
 )
 
 
@@ -67,17 +63,6 @@ def test_the_ends_of_a_run_are_left_out() -> None:
     seven = rates(config(7, 1), curves(7, 1, 25))
     assert seven is not None
     assert generation_used(config(7, 1), seven) < 0.5  # 7 servers make what one would nearly make
-
-
-def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path, 2, 6)
-    best = splits_of_run(run)[0]
-    assert (best.servers, best.ranks) == (4, 4)
-    with pytest.raises(ConfigError, match="there is none in "):
-        splits_of_run(RunDir(tmp_path / "runs" / "other"))
-    run.outbox.unlink()
-    with pytest.raises(ConfigError, match="says nothing of a split; it takes a run whose servers and ranks"):
-        splits_of_run(run)
 
 
 @pytest.mark.parametrize(

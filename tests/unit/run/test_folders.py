@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError
+from areal_core.errors import ConfigError, ModelError, StorageError
 from areal_core.models import gguf
 from areal_core.run import folders as module
 from areal_core.run.folders import DiskSpace, run_folder, tracking_uri
@@ -97,22 +97,6 @@ def test_the_embedded_model_is_made_once(base: dict[str, Any], monkeypatch: pyte
     made = [module.base_model(config, lines.append) for _ in range(2)]
     assert made == [Path(base["state_dir"]).absolute() / "cache" / cache_key(config)] * 2
     assert [line for line in lines if "warming up" in line] == lines[:1]
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["true"], r"^warmup-0 exited with code 0 and left no /"),
-        (["sh", "-c", "echo out of luck; exit 3"], r"^warmup-0 exited with code 3; .* ends: out of luck$"),
-    ],
-)
-def test_failed_warm_up_is_named(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: list[str], said: str
-) -> None:
-    monkeypatch.setattr(module, "python", lambda *arguments: command)
-    Path(base["state_dir"]).mkdir()
-    with pytest.raises(ProcessError, match=said):
-        module.base_model(load(base | {"model": TINY}), print)
 
 
 def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(

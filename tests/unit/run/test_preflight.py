@@ -32,12 +32,6 @@ def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
     preflight(load(base | {"model": {}}))
 
 
-def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 1280.0})
-    fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
-
-
 @pytest.fixture
 def chat(base: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A model that ends on <|endoftext|>, whose template ends turns on <|im_end|>, and whose tokenizer has a token

@@ -122,15 +122,6 @@ def as_nobody() -> Iterator[None]:
 
 
 @as_root
-def test_a_folder_that_may_only_be_read(open_folder: Path) -> None:
-    (open_folder / "name").write_bytes(b"1")
-    line = rf"^storage\.url: can't write {open_folder}/\.probe-\w+: Permission denied$"
-    with as_nobody(), pytest.raises(StorageError, match=line):
-        Storage.open(str(open_folder))
-    assert [file.name for file in open_folder.iterdir()] == ["name"]
-
-
-@as_root
 @pytest.mark.parametrize(
     ("ask", "action"),
     [

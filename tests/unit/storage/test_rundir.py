@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_core.config.schema import load
-from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.storage.rundir import RunDir, RunInfo
 
 
 def test_a_run_keeps_its_token(tmp_path: Path) -> None:
@@ -17,12 +17,3 @@ def test_a_run_keeps_its_token(tmp_path: Path) -> None:
         assert not list(run.root.glob(".token*"))
         tokens.append(run.token())
     assert tokens[0] == tokens[1] != tokens[2]
-
-
-def test_a_copy_of_a_run_that_goes_on_here_is_the_runs_own_folder(tmp_path: Path) -> None:
-    config, info = load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="m", checkpoint_url="c")
-    run = RunDir.create(config, info)
-    assert run.copy() is None
-    write_json(run.copy_file, {"node": "a"})
-    assert run.copy() == {"node": "a"}
-    assert RunDir.create(config, info).copy() is None

@@ -134,7 +134,8 @@ NO_SEGMENTS = (
     f"{'1' * 999}-000001",
 )
 BEAT = {"pid": 7, "beats": 3, "turns": 2, "progress": 9, "doing": "x" * 1000, "waits_for": None}
-BOUNDS = ({"first": -1}, {"count": 0}, {"address": "x" * 1000}, {"heartbeats": {"generation-0": BEAT}})
+OTHERS = {"ready": {"controller-0": {"pid": 1, "url": None}}}  # another process than the worker's own
+BOUNDS = ({"first": -1}, {"count": 0}, {"address": "x" * 1000}, {"heartbeats": {"generation-0": BEAT}}, OTHERS)
 NO_SHARES = (b"", b"{", b"[]", b'{"role": 1}', b"\xff", *(json.dumps(SAID | fields).encode() for fields in BOUNDS))
 LOG = "nodes/b/logs/generation-0.log?offset=0"
 

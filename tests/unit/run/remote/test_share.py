@@ -9,8 +9,6 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat
 from areal_core.run.remote.share import GONE_S, Nodes, Said, Share, TakenError, owned
 from tests.support.remote import HeadNode
 
@@ -101,10 +99,6 @@ def said(first: int = 0, count: int = 1, role: str = "generation", **fields: Any
     return msgspec.convert(values, Said)
 
 
-BEAT: dict[str, Any] = {"pid": 7, "beats": 3, "turns": 2, "progress": 9, "doing": "generating", "waits_for": None}
-LATER: dict[str, Any] = {**BEAT, "beats": 4}
-
-
 def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, clock: Clock) -> None:
     nodes.hear("a", said(0, 2))
     with pytest.raises(TakenError, match=r"^--head: generation 1 of run r is run by another .* at 10\.0\.0\.2$"):
@@ -120,17 +114,3 @@ def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, cl
     assert nodes.owned("a") is None
     with pytest.raises(TakenError):  # it comes back
         nodes.hear("a", said(0, 2))
-
-
-def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nodes: Nodes, head_node: HeadNode) -> None:
-    run = head_node.run
-    nodes.hear(
-        "a", said(ready={"generation-0": {"pid": 7, "url": "http://10.0.0.2:1"}}, heartbeats={"generation-0": BEAT})
-    )
-    assert run.ready_info("generation") == {"pid": 7, "url": "http://10.0.0.2:1"}
-    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**BEAT)
-    nodes.hear("a", said(heartbeats={"generation-0": LATER}))
-    assert run.ready_info("generation") is None
-    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**LATER)
-    nodes.hear("a", said(heartbeats={"generation-0": BEAT}, over=True))
-    assert heartbeat.read(run.heartbeat_file("generation")) is None
