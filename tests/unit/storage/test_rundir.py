@@ -1,4 +1,4 @@
-"""The ready files of a run's processes."""
+"""A run keeps its token."""
 
 from __future__ import annotations
 
