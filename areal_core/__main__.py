@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, one_line
 from areal_core.run.command import Parser, run_command
 from areal_core.run.launcher import execute
-from areal_core.run.preflight import plan
 from areal_core.run.progress import RunProgress, conclude
 
 
@@ -31,11 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     options = _parse(arguments)
     config = configuration(options.config, options.overrides)
-    if options.plan:
-        print(plan(config).table())
-        return
-    with RunProgress(Console(stderr=True)) as progress:
-        summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
+    progress = RunProgress()
+    summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
     print(conclude(summary))
 
 
@@ -66,7 +61,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
     parser.add_argument("--run-id", help="name of the run; an existing run of this name resumes")
     parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
-    parser.add_argument("--plan", action="store_true", help="say what the run would need of GPUs, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
     return parser.parse_intermixed_args(arguments)  # an option may stand between two overrides
 

@@ -104,19 +104,14 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
 
 
 def _untracked(run_dir: RunDir) -> str | None:
-    """What MLflow has not got: items that wait, with the command that sends them, and items that it refuses; None when
-    it has all."""
+    """The items that MLflow has not got, and the command that sends them; None when it has all."""
     info = run_dir.info()
     if info.tracking_uri is None:
         return None
     with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
-        waiting, refused = outbox.unsent(), outbox.refusals()
-    missing: list[str] = []
-    if waiting:
-        missing.append(f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them")
-    if refused:
-        missing.append(f"{len(refused)} items that MLflow refuses, as {refused[0]}")
-    return "; ".join(missing) or None
+        waiting = outbox.unsent()
+    sends = f"python -m areal_core.tracking --run-dir {run_dir.root} sends them"
+    return f"{waiting} items; {sends}" if waiting else None
 
 
 # ---- the result of a run ----

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from areal_core.config import algorithm
 from areal_core.config.engines import TRAINING_ENGINES, TrainingTraits, known_generation, names
 from areal_core.config.fields import check_length, require
-from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ def _check_batch(config: RunConfig) -> None:
     require(minibatches <= groups, "training.minibatches", f"at most {groups}, the groups in a batch", minibatches)
     completions, ranks = groups // minibatches * group, config.trainer_processes
     require(ranks <= completions, "training.ranks", f"at most {completions}, the completions in a minibatch", ranks)
-    if config.rollout.dynamic_sampling:
-        require(group > 1, "algorithm.group_size", "at least 2 with rollout.dynamic_sampling=true", group)
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -66,8 +63,8 @@ def _check_task(config: RunConfig) -> None:
         raise ConfigError(
             f"model.path: task.name={config.task.name} needs a model; the embedded one only knows arithmetic"
         )
-    scored = config.evaluated or config.emulated
-    require(scored or config.stop.score is None, "stop.score", "null with evaluation.enabled=false", config.stop.score)
+    scored, score = config.evaluated, config.stop.score
+    require(scored or score is None, "stop.score", "null where no version is scored", score)
 
 
 def _check_programs(config: RunConfig) -> None:
@@ -84,26 +81,16 @@ def _check_programs(config: RunConfig) -> None:
 
 
 def _check_engines(config: RunConfig) -> None:
-    engine, stage = config.training.engine, config.training.zero_stage
+    engine = config.training.engine
     wanted = f"{names(TRAINING_ENGINES, 'emulates', config.emulated)} with generation.engine={config.generation.engine}"
     emulates = TRAINING_ENGINES.get(engine, TrainingTraits()).emulates
     require(config.emulated == emulates, "training.engine", wanted, engine)
-    wanted = (
-        f"{TrainingConfig.zero_stage} with training.engine={engine}: ranks partition their state with "
-        f"{names(TRAINING_ENGINES, 'shards')}"
-    )
-    unset = stage == TrainingConfig.zero_stage
-    require(unset or config.training_traits.shards, "training.zero_stage", wanted, stage)
 
 
 def _check_lora(config: RunConfig) -> None:
     if (rank := config.training.lora.rank) is None:
         return
     require(not config.emulated, "training.lora.rank", "null where accelerators are emulated", rank)
-    linear = LoraConfig.targets.split(",")
-    for name in config.training.lora.names if config.model.path is None else ():
-        wanted = f"of {', '.join(linear)}, the embedded model's linear layers"
-        require(name in linear, "training.lora.targets", wanted, name)
     its = config.generation
     wanted = (
         f"recompute, resubmit or wait with training.lora and generation.engine={its.engine}, whose requests keep the "
@@ -132,8 +119,6 @@ def _check_evaluation(config: RunConfig) -> None:
     if config.scores_at_the_end:
         late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
         require(score is None, "stop.score", f"null {late}", score)
-        keeps = config.training.keep_best
-        require(not keeps, "training.keep_best", f"false {late}", keeps)
     shared = lent or config.launch.accelerator == "cpu"
     why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared
@@ -141,14 +126,6 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def _check_emulated(config: RunConfig) -> None:
-    for name, off, value in (
-        ("algorithm.kl_coef", "0", config.algorithm.kl_coef),
-        ("algorithm.entropy_coef", "0", config.algorithm.entropy_coef),
-        ("rollout.dynamic_sampling", "false", config.rollout.dynamic_sampling),
-    ):
-        require(not value, name, f"{off} where accelerators are emulated and nothing is learnt", value)
-    score = config.stop.score
-    require(score is None, "stop.score", "null where accelerators are emulated and nothing is learnt", score)
     servers = config.generation_servers
     _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
 
@@ -165,21 +142,8 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks, remote = config.training.hosts, config.trainer_processes, "trainer" in config.remote_roles
-    head_trains, started_by_hand = config.launch.head_trains, config.provision.kind == "local"
-    wanted = "true unless machines that you start train (launch.remote_roles=trainer or both, provision=local)"
-    require(head_trains or (remote and started_by_hand), "launch.head_trains", wanted, head_trains)
     wanted = "1 unless other machines train (launch.remote_roles=trainer or both)"
     require(remote or hosts == 1, "training.hosts", wanted, hosts)
-    wanted = (
-        f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node is the first machine "
-        "that trains (unless launch.head_trains=false)"
-    )
-    require(not (remote and head_trains) or hosts > 1, "training.hosts", wanted, hosts)
+    wanted = f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node trains, too"
+    require(not remote or hosts > 1, "training.hosts", wanted, hosts)
     require(ranks % hosts == 0, "training.ranks", f"a multiple of training.hosts ({hosts})", ranks)
-    per_host = config.launch.devices_per_host
-    if config.remote_roles and per_host is not None:
-        wanted = (
-            f"at least {-(-ranks // per_host)}, so that no machine trains with more than its "
-            f"launch.devices_per_host ({per_host}) GPUs"
-        )
-        require(config.ranks_per_host <= per_host, "training.hosts", wanted, hosts)

@@ -29,12 +29,6 @@ class GenerationTraits:
     swaps_adapters: bool = True  # requests that run go on under a new adapter
     any_model: bool = True  # it runs models that only transformers' modules train
     max_temperature: float = math.inf
-    cpu_packages: tuple[str, ...] = ()  # that it imports on cores
-    gpu_packages: tuple[str, ...] = ()  # and on GPUs
-
-    def on(self, accelerator: str) -> tuple[str, ...]:
-        """The packages that it imports on `cpu` or `cuda`."""
-        return self.cpu_packages if accelerator == "cpu" else self.gpu_packages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +37,16 @@ class TrainingTraits:
 
     emulates: bool = False  # time passes and nothing is computed
     shards: bool = False  # ranks partition its state, as training.zero_stage says; else every rank holds all of it
-    packages: tuple[str, ...] = ()  # that a rank imports
 
 
 GENERATION_ENGINES = {
-    "embedded": GenerationTraits(in_process=True, any_model=False, cpu_packages=("numba",), gpu_packages=("torch",)),
+    "embedded": GenerationTraits(in_process=True, any_model=False),
     "vllm": GenerationTraits(own_server=True, sleeps=True, swaps_adapters=False, max_temperature=2.0),
     "emulated": GenerationTraits(emulates=True),
 }
 TRAINING_ENGINES = {
-    "torch": TrainingTraits(packages=("torch",)),
-    "deepspeed": TrainingTraits(shards=True, packages=("torch", "deepspeed")),
+    "torch": TrainingTraits(),
+    "deepspeed": TrainingTraits(shards=True),
     "emulated": TrainingTraits(emulates=True),
 }
 

@@ -210,10 +210,6 @@ class LoraConfig:
         """The form of the adapter; None without one."""
         return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=self.names)
 
-    def check(self) -> None:
-        wanted = "names of linear layers with commas between"
-        require(all(self.names), "training.lora.targets", wanted, self.targets)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -339,14 +335,11 @@ class LaunchConfig:
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
-    head_trains: bool = True  # with remote trainers: whether the head node is the first of training.hosts
     log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
     log_bytes: int = bounded(16 * 2**20, low=64 * 1024, high=2**40)  # of a log, before it is rotated
     log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
-    disk_low_inodes: int = bounded(20_000, low=0)  # free on the same file systems: below it the run warns
-    disk_min_inodes: int = bounded(2_000, low=0)  # below it the run ends in order; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
     files_port: int = bounded(0, low=0, high=65535)  # of the data server; 0: a free one, chosen once for a run
 
@@ -356,9 +349,8 @@ class LaunchConfig:
         except ValueError:
             usable = False
         require(usable, "launch.address", "an IP address of this machine", self.address)
-        for unit in ("gib", "inodes"):
-            low, least = getattr(self, f"disk_low_{unit}"), getattr(self, f"disk_min_{unit}")
-            require(least <= low, f"launch.disk_min_{unit}", f"at most launch.disk_low_{unit} ({low:g})", least)
+        low, least = self.disk_low_gib, self.disk_min_gib
+        require(least <= low, "launch.disk_min_gib", f"at most launch.disk_low_gib ({low:g})", least)
 
 
 @dataclass(frozen=True, kw_only=True)

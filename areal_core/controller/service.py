@@ -36,7 +36,7 @@ from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.retention import EvaluationSchedule, Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
-from areal_core.environments.datasets import check_digests, data_set
+from areal_core.environments.datasets import check_digests
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import PromptSource, digests, open_source
@@ -257,33 +257,26 @@ class Service:
         summary = self.recorder.summary(run_id=self.info.run_id, ending=ending, spans=spans)
         card = model_card(self.config, summary).encode()
         await asyncio.to_thread(self.storage.child("final").put_bytes, "README.md", card)
-        await self._register_best(summary)
+        await self._keep_best(summary)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
         self.ledger.sync()
         write_json(self.run_dir.summary, values, synced=True)
 
-    async def _register_best(self, summary: RunSummary) -> None:
-        """Have the best version registered, which is put into the store unless it is the final one. The base model is
-        nobody's result."""
+    async def _keep_best(self, summary: RunSummary) -> None:
+        """Put the best version into the store, unless it is the final one. The base model is nobody's result."""
         best = best_of(self.recorder.evaluations)
-        if best is None or best.version == 0:
+        if best is None or best.version in (0, summary.steps):
             return
         version = self.ledger.versions.get(best.version)
         if version is None:
             logger.warning("the best version is not kept: version %d is damaged", best.version)
             return
-        url = summary.model_url
-        if version.version != summary.steps:
-            card = model_card(self.config, summary, best)
-            try:
-                url = await asyncio.to_thread(export, self.run_dir, self.storage, version, card)
-            except (StorageError, ProcessError) as error:
-                logger.warning("the best version is not kept: %s", error)
-                return
-        held_out = data_set(self.config, "evaluation")
-        data = {"name": f"areal-{self.config.name}", "url": url, "run": self.info.run_id, "held_out": held_out.digest}
-        self.recorder.document("model", best.version, {**data, "version": best.version, "accuracy": best.accuracy})
+        card = model_card(self.config, summary, best)
+        try:
+            await asyncio.to_thread(export, self.run_dir, self.storage, version, card)
+        except (StorageError, ProcessError) as error:
+            logger.warning("the best version is not kept: %s", error)
 
     async def _counted(self) -> TokenLedger:
         """The token ledger once all servers have counted what they sampled: vLLM does so just after its response."""

@@ -22,23 +22,12 @@ def fetch(path: str) -> Path:
     if found is None:
         raise ModelError(f"must be of the form hub:owner/name or hub:owner/name@revision, got {path!r}")
     from huggingface_hub import snapshot_download  # a part of a second of imports
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
-    repository, revision = found["repository"], found["revision"]
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(found["repository"], revision=found["revision"], allow_patterns=_FILES))
     except GatedRepoError:
         why = "its owners want their terms accepted: do so on its page, and set HF_TOKEN"
-    except RepositoryNotFoundError:
-        why = "the Hub has no such model, or shows it to others only: HF_TOKEN says who you are"
-    except RevisionNotFoundError:
-        why = f"it has no revision {revision}"
     except LocalEntryNotFoundError:
         why = "it is not in the cache (HF_HOME), and the Hub can't be reached, or must not be (HF_HUB_OFFLINE)"
     except (HfHubHTTPError, OSError) as error:

@@ -19,7 +19,6 @@ from areal_core.planning import split
 from areal_core.tracking.timeline import Span
 
 _BUSY = 0.9  # of the time: a role that works for less has room
-_TAKEN = 0.25  # of the cores' time, in which work for them did not run: more than waiting for files explains
 _WORK = ("generate", "recompute", "train")
 _NAMES = {
     "generation": "generation",
@@ -145,8 +144,6 @@ def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
     yield f"{_CAUSES[bottleneck]} limited this run."
     yield f"{_count(cores, 'core')} had work {_percent(busy)} of {account.wall_s:.1f} s."
     yield f"The run used {_percent(total)} of the CPU time: {_listed(by_role)}."
-    if used["generation"] and busy - total > _TAKEN:  # vLLM's servers don't report their CPU seconds
-        yield "Other programs used this machine too, so work waited for a core."
     yield _waits(account)
     yield (
         f"Upper bounds on the speed-up: {1 / busy:.2f}x if the cores always had work, {relieved:.2f}x if "

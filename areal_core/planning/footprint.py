@@ -14,11 +14,11 @@ mode), or the same ones from the first on (synchronous mode). Machines have `lau
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from areal_core.config.engines import TRAINING_ENGINES, names
+from areal_core.config.fields import require
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.adapters import trained_shapes
@@ -107,7 +107,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
     needs: tuple[Need, ...]
     if config.mode == "async":
-        field, advice = _training_remedy(config, spec, state, run, memory * (1 - MARGIN))
+        field, advice = _training_remedy(config, state, run)
         needs = (
             Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice),
             _server(config, spec, memory),
@@ -117,42 +117,15 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     return Footprint(config=config, needs=needs, completions=full_completions(config, spec, memory))
 
 
-def _training_remedy(config: RunConfig, spec: ModelSpec, state: Parts, run: Parts, available: float) -> tuple[str, str]:
-    """The field that most of the memory depends on, and what to do. `available` are bytes of a rank."""
-    training, prompt = config.training, config.task.max_prompt_tokens
-    longest = prompt + config.task.max_new_tokens
-    in_pass = "activations" in run
-    if in_pass and sum(run.values()) > sum(state.values()):
-        if not training.checkpoint_activations:
+def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, str]:
+    """The field that most of a rank's memory depends on, and what to do."""
+    if "activations" in run and sum(run.values()) > sum(state.values()):
+        if not config.training.checkpoint_activations:
             return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
-        fitting = _fitting_tokens(config, spec, available - sum(state.values()))
-        if fitting >= longest:
-            return "training.microbatch_tokens", f"lower it, to {fitting} at the most and {longest} at the least"
-        if fitting > prompt:
-            return "task.max_new_tokens", (
-                f"one rank holds a trajectory of {longest} tokens, prompt included, as a whole: at most {fitting} fit; "
-                f"lower it to {fitting - prompt}, and training.microbatch_tokens to {fitting}"
-            )
+        return "training.microbatch_tokens", "lower it, and task.max_new_tokens where a trajectory is as long"
     if not config.training_traits.shards:
-        sharding = names(TRAINING_ENGINES, "shards")
-        return (
-            "training.engine",
-            f"every rank of {training.engine} has all of it; {sharding} shares it out among several",
-        )
-    less = " or lower microbatch_tokens" if in_pass else ""
-    if training.zero_stage < 3:
-        return "training.zero_stage", f"raise zero_stage or ranks{less}"
-    return "training.ranks", f"raise ranks{less}"
-
-
-def _fitting_tokens(config: RunConfig, spec: ModelSpec, available: float) -> int:
-    """Tokens of the largest micro-batch, up to the one that is set, whose pass takes at most `available` bytes."""
-
-    def needed(tokens: int) -> float:
-        chosen = replace(config, training=replace(config.training, microbatch_tokens=tokens))
-        return sum(training_pass(chosen, spec).values())
-
-    return bisect_right(range(1, config.training.microbatch_tokens + 1), available, key=needed)
+        return "training.engine", f"{names(TRAINING_ENGINES, 'shards')} shares the state out among several ranks"
+    return "training.zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"
 
 
 def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
@@ -192,7 +165,7 @@ def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run
         yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=advice)
         return
     parts, who = state | run | {"sleeping server": SLEEPING}, "rank beside a sleeping server"
-    field, advice = _training_remedy(config, spec, state, run, memory * (1 - MARGIN) - SLEEPING)
+    field, advice = _training_remedy(config, state, run)
     yield Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
     parts, field = _with_margin(state | {"server": served}, memory), "generation.vllm.memory_share"
     yield Need(who="server beside a rank", limit=memory, parts=parts, field=field, advice="lower it")
@@ -205,34 +178,22 @@ def _with_margin(parts: Parts, memory: float) -> Parts:
 def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
     straddle two, and for heads that a tensor-parallel group can't partition. A server has no more GPUs than the run."""
-    devices, vllm = config.launch.devices, config.generation.vllm
+    devices, per_server = config.launch.devices, config.devices_per_server
     per_host = config.launch.devices_per_host or devices
     machine = f"launch.devices_per_host ({per_host})"
     if devices > per_host:
-        if devices % per_host:
-            raise ConfigError(f"launch.devices: must be a multiple of {machine}, got {devices}")
-        if config.generation_traits.own_server and per_host % vllm.tensor_parallel:
-            raise ConfigError(
-                f"generation.vllm.tensor_parallel: must divide {machine}, so that no group straddles two machines, "
-                f"got {vllm.tensor_parallel}"
-            )
-        if per_host % config.devices_per_server:
-            raise ConfigError(
-                f"generation.vllm.data_parallel: with tensor_parallel={vllm.tensor_parallel} a server takes "
-                f"{config.devices_per_server} GPUs, which must divide {machine}; got {vllm.data_parallel}"
-            )
-        if config.training_ranks % per_host:
-            raise ConfigError(
-                f"training.ranks: must be a multiple of {machine}, so that ranks fill whole machines, "
-                f"got {config.training_ranks}"
-            )
+        require(devices % per_host == 0, "launch.devices", f"a multiple of {machine}", devices)
+        wanted = f"such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of {per_host}"
+        require(per_host % per_server == 0, "generation.vllm.tensor_parallel", wanted, per_server)
+        wanted = f"a multiple of {machine}, so that ranks fill whole machines"
+        require(config.training_ranks % per_host == 0, "training.ranks", wanted, config.training_ranks)
     # As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs.
     degree = _degree(config)
-    if spec.heads % degree or (spec.kv_heads % degree and degree % spec.kv_heads):
-        raise ConfigError(
-            f"generation.vllm.tensor_parallel: must divide the model's {spec.heads} heads, and divide its "
-            f"{spec.kv_heads} key-value heads or be a multiple of them, got {degree}"
-        )
+    fits = not spec.heads % degree and not (spec.kv_heads % degree and degree % spec.kv_heads)
+    wanted = (
+        f"a divisor of the model's {spec.heads} heads, and a divisor or multiple of {spec.kv_heads} key-value heads"
+    )
+    require(fits, "generation.vllm.tensor_parallel", wanted, degree)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ Log = Callable[[str], None]
 _WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
 _CONVERSION = 2  # raised where a GGUF file becomes another folder than before
 _GIB = 2**30
+LOW_INODES, _LEAST_INODES = 20_000, 2_000  # below which a run warns, and ends in order
 
 
 def run_folder(config: RunConfig, run_id: str) -> RunDir:
@@ -61,27 +62,27 @@ class DiskSpace:
         self._told: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Warn once of a folder with less than `launch.disk_low_*`. Raises StorageError below `launch.disk_min_*`."""
+        """Warn once of a folder with less than `launch.disk_low_gib`, or few inodes. Raises StorageError below
+        `launch.disk_min_gib`, and for very few."""
         for field, folder in self._folders.items():
             try:
-                free = {"GiB": shutil.disk_usage(folder).free / _GIB, "inodes": free_inodes(folder)}
+                gib, inodes = shutil.disk_usage(folder).free / _GIB, free_inodes(folder)
             except OSError:
                 continue  # who reads or writes there says more
-            for unit, count in free.items():
-                if count is not None:
-                    self._compare(field, folder, count, unit)
-
-    def _compare(self, field: str, folder: Path, free: float, unit: str) -> None:
-        low, least = (getattr(self._launch, f"disk_{what}_{unit.lower()}") for what in ("low", "min"))
-        left = f"{field}: {folder} has {free:.{2 if unit == 'GiB' else 0}f} {unit} left"
-        if free < least:
-            raise StorageError(
-                f"{left}, less than {least:g} (launch.disk_min_{unit.lower()}): the run ends; with more room it can be "
-                "resumed"
+            left = f"{field}: {folder} has"
+            self._compare(
+                field, f"{left} {gib:.2f} GiB left", gib, self._launch.disk_low_gib, self._launch.disk_min_gib
             )
-        if free < low and (field, unit) not in self._told:
-            self._told.add((field, unit))
-            self._log(f"{left}, less than {low:g} (launch.disk_low_{unit.lower()})")
+            if inodes is not None:
+                self._compare(field, f"{left} {inodes} inodes left", inodes, LOW_INODES, _LEAST_INODES)
+
+    def _compare(self, field: str, left: str, free: float, low: float, least: float) -> None:
+        kind = field, left.split()[-2]
+        if free < least:
+            raise StorageError(f"{left}, less than {least:g}: the run ends; with more room it can be resumed")
+        if free < low and kind not in self._told:
+            self._told.add(kind)
+            self._log(f"{left}, less than {low:g}")
 
 
 def store_folder(url: str) -> Path | None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from areal_core.config.engines import GENERATION_ENGINES, names
@@ -29,7 +26,7 @@ from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
-from areal_core.planning.footprint import GIB, Footprint, check_footprint
+from areal_core.planning.footprint import GIB, check_footprint
 from areal_core.planning.time_model import TimeModel
 from areal_core.rewards.worker import outcome_apart
 from areal_core.run.folders import Log, model_folder, tracking_uri
@@ -37,7 +34,6 @@ from areal_core.run.roles import interpreter, visible_gpus
 from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
 
-HEAD = "head"  # the launcher's machine, as the place of what no other role does
 _NVIDIA_SMI_S = 30.0
 
 
@@ -56,8 +52,6 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         TimeModel(config.emulation)  # raises ConfigError for a model that does not fit
-    check_packages(config, {HEAD, "trainer"} | ({"generation"} - config.remote_roles))
-    _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())
         if found < config.launch.devices:
@@ -74,31 +68,13 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
             folder = model_folder(config, log)
         source = _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
-            plan(config, log)
+            check_footprint(config, read_spec(folder), device_memory(config))
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if not resumed and (uri := tracking_uri(config)):
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
 
         check_reachable(uri)
     return digests(source)
-
-
-def _check_address(address: str) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
-
-
-def plan(config: RunConfig, log: Log = print) -> Footprint:
-    """What the model of `model.path` needs of GPUs. Raises ConfigError for what can't be placed or does not fit, and
-    ModelError for a folder without a sound config.json."""
-    if config.model.path is None:
-        raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
-    with _model_path():
-        spec = read_spec(model_folder(config, log))
-    return check_footprint(config, spec, device_memory(config))
 
 
 @contextmanager
@@ -169,33 +145,6 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
         return
     if found.failure is not None:
         raise UserCodeError(found.failure)
-
-
-def check_packages(config: RunConfig, roles: Collection[str]) -> None:
-    """Raises ConfigError for a package that one of these roles (generation, trainer, HEAD) imports with this
-    configuration, and that this Python lacks. What every part of the package imports is not asked after."""
-    for package, role, setting in _packages(config):
-        if role in roles and find_spec(package) is None:
-            raise ConfigError(
-                f"{setting}: needs the package {package}, which {sys.executable} lacks; pyproject.toml has its version"
-            )
-
-
-def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Package, the role that imports it, the setting that asks for it."""
-    generation, evaluation = config.generation, config.evaluation
-    for package in config.generation_traits.on(config.launch.accelerator):
-        yield package, "generation", f"generation.engine={generation.engine}"
-    if config.evaluated and evaluation.servers:
-        for package in config.evaluation_traits.on(evaluation.accelerator):
-            yield package, HEAD, f"evaluation.engine={evaluation.engine}"
-    for package in config.training_traits.packages:
-        yield package, "trainer", f"training.engine={config.training.engine}"
-    if config.tracking.enabled:
-        yield "mlflow", HEAD, "tracking.enabled=true"
-    if config.storage.url.startswith("s3://"):
-        yield "s3fs", HEAD, "storage.url=s3://..."
-        yield "s3fs", "trainer", "storage.url=s3://..."
 
 
 def device_memory(config: RunConfig) -> float:

@@ -1,13 +1,10 @@
-"""The progress of a run for a person: a live line under the log on a terminal, otherwise a line a step."""
+"""The progress of a run for a person: a line a step, beside the log, and the result."""
 
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 
 from areal_core.errors import printable, printable_lines
 from areal_core.types import RunStatus, RunSummary
@@ -16,30 +13,18 @@ _WIDTH = 100  # of a paragraph, in characters
 
 
 class RunProgress:
-    """Log lines and the newest status, on one console. A context: the live line goes when it ends."""
+    """Log lines, and the status of each step, on stderr."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
         self._step = -1
-        columns = (BarColumn(8), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("starting", total=None)
-
-    def __enter__(self) -> RunProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def log(self, line: str) -> None:
-        self._console.print(escape(printable_lines(line)), highlight=False, soft_wrap=True)
+        print(printable_lines(line), file=sys.stderr, flush=True)
 
     def update(self, status: RunStatus) -> None:
-        self._bar.update(self._task, total=status.steps, completed=status.step, description=describe(status))
-        if self._bar.disable and status.step > self._step:
+        if status.step > self._step:
             self.log(describe(status))
-        self._step = max(self._step, status.step)
+            self._step = status.step
 
 
 def describe(status: RunStatus) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -138,11 +138,8 @@ class ServerRegistration:
 
     def _leave(self, names: Iterable[str]) -> None:
         """Each waits for what the servers are busy with, an update for instance: all of them at once."""
-        leaving = [threading.Thread(target=self._leave_one, args=(name,), name="leave", daemon=True) for name in names]
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            thread.join(_LEAVE_S)
+        with ThreadPoolExecutor(max(1, len(servers := list(names))), "leave") as threads:
+            list(threads.map(self._leave_one, servers))
 
     def _leave_one(self, name: str) -> None:
         with closing(ControllerClient(self.run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)) as client:

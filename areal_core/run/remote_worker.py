@@ -29,7 +29,6 @@ from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
-from areal_core.run.preflight import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
 from areal_core.run.remote.share import GENERATION, TRAINER, Share, places
@@ -105,7 +104,6 @@ class RemoteWorker:
             self._say_how_it_ends()
             return
         share = self._share.settled(config)
-        check_packages(config, {share.role})
         _check_address(config, self._address)
         roles = self._supervision = Supervision(
             self._folder.run,
@@ -182,7 +180,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         role.add_argument("--head", required=True, help="the URL of the head node's data server")
         role.add_argument("--token-file", type=Path, required=True, help="a copy of the run's file `token`")
         role.add_argument("--folder", type=Path, required=True, help="where this command keeps its copy of the run")
-        role.add_argument("--address", type=_address, required=True, help="of this machine, for the others to reach")
+        role.add_argument("--address", required=True, help="of this machine, for the others to reach")
         role.add_argument("--wait", type=float, default=600.0, help="seconds for the run to be started (600)")
     servers.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
     servers.add_argument(
@@ -204,13 +202,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", dest="count", type=_at_least(1), default=cores, help=f"how many run here (one a core: {cores})"
     )
     return parser.parse_args(arguments)
-
-
-def _address(text: str) -> str:
-    try:
-        return str(ip_address(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an IP address, got {text!r}") from None
 
 
 def _at_least(low: int) -> Callable[[str], int]:

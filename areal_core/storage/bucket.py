@@ -126,27 +126,18 @@ class Bucket:
         """Make the bucket if it is absent."""
         try:
             self._call("head_bucket", bucket)
-            return
         except PermissionError:
-            return  # some may write to a bucket that they may not look at: the probe will tell
+            pass  # some may write to a bucket that they may not look at: the probe will tell
         except FileNotFoundError:
-            pass
-        try:
-            self._call("create_bucket", bucket)
-        except FileExistsError:
-            pass  # somebody else has made it
-        except self.errors as error:
-            if self.transient(error):
-                raise
-            raise OSError(errno.EACCES, f"the bucket does not exist and can't be made: {self.reason(error)}") from error
+            with contextlib.suppress(FileExistsError):  # somebody else has made it
+                self._call("create_bucket", bucket)
 
-    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
         size, checksum = _checksum(local)
         if size > PART_BYTES:
             self._upload(local, path, size, {_CRC: checksum}, attempt)
         else:
             attempt(lambda: self.put_bytes(path, local.read_bytes()))
-        return size
 
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
@@ -167,8 +158,8 @@ class Bucket:
         response, data = self._read(path)
         return data, _mark(response)
 
-    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        return _whole(lambda: self._download(path, local, attempt))
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
+        _whole(lambda: self._download(path, local, attempt))
 
     def get_bytes(self, path: str) -> bytes:
         def read() -> bytes:
@@ -181,12 +172,7 @@ class Bucket:
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
-        try:
-            return self._read(path, Range=f"bytes={start}-{stop - 1}")[1]
-        except OSError as error:
-            if _code(error) != "InvalidRange":  # it ends before
-                raise
-            return b""
+        return self._read(path, Range=f"bytes={start}-{stop - 1}")[1]
 
     def sizes(self, path: str) -> dict[str, int]:
         return {name: int(entry["size"]) for name, entry in self._found(path).items()}
@@ -225,7 +211,7 @@ class Bucket:
                 self._call("abort_multipart_upload", path, UploadId=upload)
             raise
 
-    def _download(self, path: str, local: Path, attempt: Attempt) -> int:
+    def _download(self, path: str, local: Path, attempt: Attempt) -> None:
         about = attempt(lambda: self._call("head_object", path))
         size = int(about["ContentLength"])
         with local.open("wb") as file:
@@ -238,7 +224,6 @@ class Bucket:
 
             _parallel(fetch, range(0, size, PART_BYTES))
         _check(about, _checksum(local)[1])
-        return size
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         return self._fs.call_s3(method, **self._place(path), **arguments, timeout=self._request_s)

@@ -57,11 +57,8 @@ class Folder:
     def reason(self, error: Exception) -> str:
         return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
-    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
-        def copy(scratch: Path) -> int:
-            return Path(shutil.copyfile(local, scratch)).stat().st_size
-
-        return attempt(lambda: _replace(Path(path), copy))
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
+        attempt(lambda: _replace(Path(path), lambda scratch: shutil.copyfile(local, scratch)))
 
     def put_bytes(self, path: str, data: bytes) -> None:
         _replace(Path(path), lambda scratch: scratch.write_bytes(data))
@@ -82,8 +79,8 @@ class Folder:
         data = self.get_bytes(path)
         return data, _mark(data)
 
-    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        return attempt(lambda: Path(shutil.copyfile(path, local)).stat().st_size)
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
+        attempt(lambda: shutil.copyfile(path, local))
 
     def get_bytes(self, path: str) -> bytes:
         return Path(path).read_bytes()
@@ -114,16 +111,15 @@ class Folder:
                 Path(file).unlink(missing_ok=True)
 
 
-def _replace(path: Path, write: Callable[[Path], int]) -> int:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     durable.make(path.parent)
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
     try:
-        size = write(scratch)
+        write(scratch)
         durable.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-    return size
 
 
 @contextlib.contextmanager

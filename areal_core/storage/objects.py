@@ -8,7 +8,6 @@ put. Nothing is cached: what other processes did is seen. What fails for a while
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # variables that boto3 heeds
 _OPEN_S = 8.0  # of tries: two requests that a silent endpoint lets time out
-_TOLD_BYTES = 8 * 2**20  # from which on a transfer is worth a line
-_log = logging.getLogger(__name__)
 
 
 class DamagedError(StorageError, ValueError):
@@ -94,14 +91,9 @@ class Storage:
         try:
             patience.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
-            field = next(
-                (name for name in _ENDPOINTS if not endpoint_url and os.environ.get(name)), "storage.endpoint_url"
-            )
-            where = endpoint_url or os.environ.get(field, "Amazon's endpoint")
-            remedy = f"; start it there, or name another with {field}" if bucket.transient(error) else ""
-            raise StorageError(
-                f"storage.url: can't use {url} at {where} ({field}): {bucket.reason(error)}{remedy}"
-            ) from error
+            where = endpoint_url or next(filter(None, map(os.environ.get, _ENDPOINTS)), "Amazon's endpoint")
+            remedy = "; start it there, or name another (storage.endpoint_url)" if bucket.transient(error) else ""
+            raise StorageError(f"storage.url: can't use {url} at {where}: {bucket.reason(error)}{remedy}") from error
         with cls(bucket, root, f"s3://{root}", patience)._probe():
             pass
         bucket.opened()
@@ -113,7 +105,9 @@ class Storage:
 
     def put_file(self, local: Path, name: str) -> None:
         """Store a finished local file; an object of that name is replaced in one step."""
-        self._transfer("write", "wrote", name, lambda path, attempt: self._kind.put_file(local, path, attempt))
+        path = self._path(name)
+        with self._doing("write", name) as attempt:
+            self._kind.put_file(local, path, attempt)
 
     def put_bytes(self, name: str, data: bytes) -> None:
         self._done("write", name, self._kind.put_bytes, data)
@@ -135,18 +129,16 @@ class Storage:
 
     def get_file(self, name: str, local: Path) -> None:
         """Copy an object to a local file, whose folder is made."""
-
-        def get(path: str, attempt: Attempt) -> int:
+        path = self._path(name)
+        with self._doing("read", name) as attempt:
             local.parent.mkdir(parents=True, exist_ok=True)
-            return self._kind.get_file(path, local, attempt)
-
-        self._transfer("read", "read", name, get)
+            self._kind.get_file(path, local, attempt)
 
     def get_bytes(self, name: str) -> bytes:
         return self._done("read", name, self._kind.get_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
+        """Bytes from `start` up to `stop` of an object; fewer where it ends in between."""
         assert 0 <= start <= stop, (start, stop)
         return self._done("read", name, self._kind.get_range, start, stop)
 
@@ -199,16 +191,6 @@ class Storage:
         except self._kind.errors as error:
             tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
             raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
-
-    def _transfer(self, action: str, did: str, name: str, transfer: Callable[[str, Attempt], int]) -> None:
-        """Do `transfer`, which returns how many bytes it moved; log a large one. Raises StorageError."""
-        path, started = self._path(name), self._patience.clock.now()
-        with self._doing(action, name) as attempt:
-            size = transfer(path, attempt)
-        seconds = self._patience.clock.now() - started
-        if size >= _TOLD_BYTES:
-            rate = size / 1e6 / max(seconds, 1e-9)
-            _log.info("storage: %s %s/%s: %d bytes in %.1f s, %.1f MB/s", did, self.url, name, size, seconds, rate)
 
 
 def _told_as(error: Exception) -> type[StorageError]:

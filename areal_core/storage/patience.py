@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from areal_core.storage.bucket import Bucket
+    from areal_core.storage.folder import Folder
 
 T = TypeVar("T")
 _FIRST_S, _LONGEST_S = 0.25, 10.0  # between two tries
 _log = logging.getLogger(__name__)
-
-
-class Failures(Protocol):
-    """What a kind of store raises."""
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]: ...
-
-    def transient(self, error: Exception) -> bool:
-        """Whether the same request may succeed later."""
-        ...
-
-    def reason(self, error: Exception) -> str:
-        """One line for people."""
-        ...
 
 
 class Attempt(Protocol):
@@ -46,21 +33,16 @@ class Clock:
 
 
 class Patience:
-    """Of everybody who uses one store: threads may wait side by side, and it is told once.
-
-    `limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process that
-    stood still, not the store. 0: work is tried once. A `quiet` one logs nothing.
+    """`limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process
+    that stood still, not the store. 0: work is tried once. A `quiet` one logs nothing. Thread-safe.
     """
 
     def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
         self.limit_s = limit_s
         self.clock = clock or Clock()
         self._quiet = quiet
-        self._lock = threading.Lock()
-        self._waiting = 0  # pieces of work that have failed and are tried again
-        self._since: float | None = None
 
-    def run(self, work: Callable[[], T], what: str, failures: Failures) -> T:
+    def run(self, work: Callable[[], T], what: str, failures: Folder | Bucket) -> T:
         """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
         what it raises last."""
         started = self.clock.now()
@@ -69,11 +51,15 @@ class Patience:
         except failures.errors as error:
             if not failures.transient(error) or not self.limit_s:
                 raise
-            reason = failures.reason(error)
-        with self._wait(what, reason):
-            return self._again(work, failures, started + self.limit_s)
+            if not self._quiet:
+                bound = f"{self.limit_s:g} s (storage.patience_s)"
+                _log.warning("storage: can't %s: %s; trying again for up to %s", what, failures.reason(error), bound)
+        done = self._again(work, failures, started + self.limit_s)
+        if not self._quiet:
+            _log.info("storage: responds again, after %.1f s", self.clock.now() - started)
+        return done
 
-    def _again(self, work: Callable[[], T], failures: Failures, deadline: float) -> T:
+    def _again(self, work: Callable[[], T], failures: Folder | Bucket, deadline: float) -> T:
         delay = _FIRST_S
         while True:
             jittered = delay * random.uniform(0.5, 1.0)  # not all clients of a store at once
@@ -84,24 +70,3 @@ class Patience:
                 if not failures.transient(error) or self.clock.now() >= deadline:
                     raise
             delay = min(2 * delay, _LONGEST_S)
-
-    @contextmanager
-    def _wait(self, what: str, reason: str) -> Iterator[None]:
-        with self._lock:
-            self._waiting += 1
-            if self._since is None:
-                self._since = self.clock.now()
-                if not self._quiet:
-                    bound = f"{self.limit_s:g} s (storage.patience_s)"
-                    _log.warning("storage: can't %s: %s; trying again for up to %s", what, reason, bound)
-        responds = False
-        try:
-            yield
-            responds = True
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                if not self._waiting and self._since is not None:
-                    away, self._since = self.clock.now() - self._since, None
-                    if responds and not self._quiet:
-                        _log.info("storage: responds again, after %.1f s", away)

@@ -24,12 +24,10 @@ from areal_core.tracking.mlflow_client import (
     MAX_METRICS,
     Metric,
     MlflowClient,
-    MlflowException,
     append_note,
     put_table,
     reason,
     refuses,
-    register,
     shown,
 )
 from areal_core.tracking.outbox import Document, Outbox
@@ -38,7 +36,6 @@ from areal_core.types import MetricRow
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
-_SHOWN_REFUSALS = 3
 _STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
@@ -66,7 +63,6 @@ class Forwarder:
         self._opened = False
         self._doubtful = True  # the server may hold points that are marked as attempted only
         self._size = MAX_METRICS  # of the next request, points
-        self._refused = False  # something, since the start
 
     def run(self, wait: Callable[[float], bool]) -> bool:
         """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
@@ -86,7 +82,6 @@ class Forwarder:
                 waiting = self._send_some()
                 if ended and not waiting:
                     self._client.set_terminated(self._run_id, ended)
-                    self._say_what_was_refused()
                     return True
                 if failures:
                     _log.info("tracking: %s responds again", shown(self._uri))
@@ -105,7 +100,6 @@ class Forwarder:
                     self._flush_timeout_s,
                     self._outbox.unsent(),
                 )
-                self._say_what_was_refused()
                 return True
             if wait(min(pause, left_s)):
                 self._stop()
@@ -152,8 +146,8 @@ class Forwarder:
         # Halves find the point that the server does not take.
         self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
-            self._outbox.settle_metrics(rows, refusal)
-            self._note(refusal)
+            self._outbox.settle_metrics(rows)
+            self._tell(f"point {rows[0].key} of step {rows[0].step}", refusal)
         self._doubtful = False  # what it refuses it does not hold
 
     def _compare(self) -> None:
@@ -175,17 +169,9 @@ class Forwarder:
             return reason(error)
         return None
 
-    def _note(self, refusal: str | None) -> None:
-        """Say it once that something was set aside."""
-        if refusal is not None and not self._refused:
-            self._refused, first = True, self._outbox.refusals()[0]
-            _log.warning("tracking: %s refuses %s; it is set aside, others are sent", shown(self._uri), first)
-
-    def _say_what_was_refused(self) -> None:
-        refusals = self._outbox.refusals()
-        if refusals:
-            some = "; ".join(refusals[:_SHOWN_REFUSALS])
-            _log.warning("tracking: %s has refused %d items: %s", shown(self._uri), len(refusals), some)
+    def _tell(self, what: str, refusal: str | None) -> None:
+        if refusal is not None:
+            _log.warning("tracking: %s refuses %s, which is left out: %s", shown(self._uri), what, refusal)
 
     def _send_document(self) -> None:
         """Documents overwrite what an earlier try has left: sending one twice changes nothing."""
@@ -193,14 +179,12 @@ class Forwarder:
         if document is None:
             return
         refusal = self._refusal(lambda: self._put_document(document))
-        self._outbox.settle_document(document, refusal)
-        self._note(refusal)
+        self._outbox.settle_document(document)
+        self._tell(f"document {document.kind} of step {document.step}", refusal)
 
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":
             put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
-        elif document.kind == "model":
-            self._register(document)
         elif document.kind == "evaluation":
             self._put_scored(document)
         elif document.kind == "staleness_histogram":
@@ -222,15 +206,6 @@ class Forwarder:
             return
         put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
 
-    def _register(self, document: Document) -> None:
-        """A registry that is absent or refuses costs the registered model, nothing else."""
-        try:
-            register(self._client, self._run_id, document.data)
-        except MlflowException as error:
-            if error.get_http_status_code() >= 500:  # which connections that fail have, too
-                raise
-            _log.warning("tracking: %s registers no model: %s", shown(self._uri), reason(error))
-
 
 def _limit_requests(seconds: float) -> None:
     """Each request of MLflow's client from now on; it takes whole seconds."""
@@ -247,19 +222,11 @@ def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:
 
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.bar(lags, shares, width=0.7, color="#3b6fb6")
-    if len(lags) <= 16:
-        axes.bar_label(bars, [f"{share:.1%}" if share else "" for share in shares], padding=2, fontsize=8)
-        axes.set_xticks(lags)
-    axes.set_xlim(lags[0] - 0.6, max(lags[-1], lags[0] + 3) + 0.6)
-    axes.set_ylim(0, max([*shares, 0.05]) * 1.12)
+    axes.bar(lags, shares, width=0.7)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("staleness (policy versions behind the trainer)")
     axes.set_ylabel("share of consumed tokens")
     axes.set_title(f"Staleness at step {step}: mean {mean:.2f}, max {lags[-1]}, {total:,} tokens", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
     return figure
 
 

@@ -13,7 +13,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,7 +38,6 @@ MAX_METRICS = 1000  # of one request
 # Answers below 500 that say nothing about what was sent: somebody mends access or address, or there is too much to do.
 _NO_REFUSALS = (401, 403, 404, 408, 429)
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_BEST = "best"  # alias of a registered model's best version
 _MAX_DIGEST = 36  # characters of a data set's digest
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 
@@ -147,30 +146,6 @@ def append_note(client: MlflowClient, run_id: str, text: str) -> None:
         client.set_tag(run_id, NOTE, tag(NOTE, f"{before}\n\n{text}".strip()).value)
 
 
-def register(client: MlflowClient, run_id: str, model: Mapping[str, Any]) -> None:
-    """A version of the registered model `name`, once a run; safe to repeat. It gets the alias `best` unless the one
-    that has it scores higher on the same held-out prompts.
-
-    Its source is the model's URL on S3. MLflow's server takes no folders: there the source is the run, and the tag
-    areal.url says where the model lies. Raises MlflowException.
-    """
-    name, url = str(model["name"]), str(model["url"])
-    with suppress(MlflowException):  # it is there; if it can't be made, no version of it can either
-        client.create_registered_model(name)
-    known = client.search_model_versions(f"name='{name}' and run_id='{run_id}'")
-    tags = {f"areal.{key}": str(model[key]) for key in ("url", "run", "version", "accuracy", "held_out")}
-    source = url if "://" in url and not url.startswith("file:") else f"runs:/{run_id}/summary.json"
-    text = f"Version {model['version']} of {model['run']}, held-out accuracy {model['accuracy']:.3f}: `{url}`"
-    made = {"tags": tags, "description": text, "await_creation_for": 0}
-    version = known[0] if known else client.create_model_version(name, source, run_id, **made)
-    holder = client.get_registered_model(name).aliases.get(_BEST)
-    if holder is not None:
-        its = client.get_model_version(name, holder).tags
-        if its.get("areal.held_out") == model["held_out"] and float(its["areal.accuracy"]) > model["accuracy"]:
-            return
-    client.set_registered_model_alias(name, _BEST, version.version)
-
-
 def end_run(uri: str, run_id: str, status: EndStatus) -> None:
     """Say how a run ended. Raises TrackingError."""
     with _reporting(uri):
@@ -219,14 +194,6 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
-    if found.lifecycle_stage == "deleted":
-        raise TrackingError(
-            f"tracking.experiment: {name!r} was deleted at {shown(uri)}; restore it there or use another"
-        )
-    if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
-        raise TrackingError(
-            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {shown(uri)}"
-        )
     for key, value in _experiment_tags(found).items():
         if found.tags.get(key) != value:
             client.set_experiment_tag(found.experiment_id, key, value)

@@ -2,7 +2,7 @@
 
 Metric points are keyed (run, key, step). Until a point is first attempted, a later write of it wins; from then on it is
 frozen, so that sending it again after a failure can only repeat what the server may already hold. What the server
-refuses is set aside with the reason, and waits no more.
+refuses waits no more.
 
 Points stay, as the run's record: about 200 bytes each, 14 kB for a step of 70 curves, whether they are sent or not. Of
 a document that was sent nothing stays but a digest; what those that wait may take is bounded.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import posixpath
 import re
@@ -28,22 +27,21 @@ from typing import Any, Literal, get_args
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal["dataset_report", "evaluation", "model", "staleness_histogram", "summary", "trajectories"]
+DocumentKind = Literal["dataset_report", "evaluation", "staleness_histogram", "summary", "trajectories"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
 _ATTEMPTED, _SETTLED = 1, 2  # states of a row; 0: not attempted yet
 _MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
-_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added. A warning comes at half
-_log = logging.getLogger(__name__)
+_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
     value REAL,  -- NULL: not a number
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, key, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, key, step));
 CREATE INDEX IF NOT EXISTS unsent ON metrics (run) WHERE state < 2;
 CREATE TABLE IF NOT EXISTS documents (run TEXT NOT NULL, kind TEXT NOT NULL, step INTEGER NOT NULL, data TEXT NOT NULL,
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, kind, step));
 CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
 """
 
@@ -81,7 +79,6 @@ class Outbox:
         process that writes. Raises TrackingError."""
         self._run = run_key
         self._lock = threading.Lock()
-        self._warned = False  # of an outbox that fills up
         try:
             self._db = sqlite3.connect(path, timeout=timeout_s, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -120,7 +117,6 @@ class Outbox:
         - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
         - summary: the fields of RunSummary. They become a file and a few final metrics.
         - dataset_report: what a file of that name holds.
-        - model: {"name", "url", "run", "version", "accuracy", "held_out"}. It becomes a version of a registered model.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.
         """
@@ -152,14 +148,6 @@ class Outbox:
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
             for table in ("metrics", "documents")
         )
-
-    def refusals(self) -> list[str]:
-        """The points and documents that the server has refused, and why: points first."""
-        refused: list[str] = []
-        for table, kind, name in (("metrics", "point", "key"), ("documents", "document", "kind")):
-            query = f"SELECT {name}, step, reason FROM {table} WHERE run = ? AND reason NOT NULL AND state = {_SETTLED}"
-            refused += [f"{kind} {its} of step {step}: {why}" for its, step, why in self._read(query, self._run)]
-        return refused
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """All points of all curves, sent or not: key -> (step, value), by step."""
@@ -198,11 +186,11 @@ class Outbox:
             for key, step, value, time_s in rows
         ]
 
-    def settle_metrics(self, rows: Iterable[MetricRow], refusal: str | None = None) -> None:
-        """Points wait no more: the server has them, or refuses them for this reason."""
+    def settle_metrics(self, rows: Iterable[MetricRow]) -> None:
+        """Points wait no more: the server has them, or refuses them."""
         self._write(
-            f"UPDATE metrics SET state = {_SETTLED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
-            [(refusal, self._run, row.key, row.step) for row in rows],
+            f"UPDATE metrics SET state = {_SETTLED} WHERE run = ? AND key = ? AND step = ?",
+            [(self._run, row.key, row.step) for row in rows],
         )
 
     def pending_document(self) -> Document | None:
@@ -212,33 +200,25 @@ class Outbox:
             return Document(kind=kind, step=step, data=json.loads(data), time_s=time_s)
         return None
 
-    def settle_document(self, document: Document, refusal: str | None = None) -> None:
+    def settle_document(self, document: Document) -> None:
         """A document waits no more, as `settle_metrics` has it, unless it was replaced by now. Its digest stays, by
         which the same one is known."""
         which = (self._run, document.kind, document.step, document.time_s)
         self._write(
-            f"UPDATE documents SET state = {_SETTLED}, reason = ?, data = ? "
-            "WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
-            [(refusal, _digest(json.dumps(document.data)), *which)],
+            f"UPDATE documents SET state = {_SETTLED}, data = ? WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
+            [(_digest(json.dumps(document.data)), *which)],
         )
 
     def _check_room(self, kind: str) -> None:
         """Raises TrackingError for one more document of a kind of which there are many, if too much waits."""
         pages, page_size = (self._read(f"PRAGMA {name}")[0][0] for name in ("page_count", "page_size"))
-        if pages * page_size < _MAX_BYTES // 2:  # all of the file, points too: no need to look closer
+        if pages * page_size < _MAX_BYTES:  # all of the file, points too: no need to look closer
             return
         waiting = self._read("SELECT TOTAL(LENGTH(data)) FROM documents WHERE run = ? AND state < 2", self._run)[0][0]
         if waiting > _MAX_BYTES and kind in _MANY:
             raise TrackingError(
                 f"document {kind}: {_MAX_BYTES >> 20} MiB of documents wait; tables and plots are left out until the "
                 "tracking server has taken some"
-            )
-        if waiting > _MAX_BYTES // 2 and not self._warned:
-            self._warned = True
-            _log.warning(
-                "tracking: %d MiB of documents wait; beyond %d tables and plots are left out",
-                int(waiting) >> 20,
-                _MAX_BYTES >> 20,
             )
 
     def _write(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:

@@ -42,15 +42,14 @@ class FaultyFiles(Folder):
         self._late: dict[str, int] = {}  # path -> listings that do not show it yet
         self.damaged: set[str] = set()  # paths whose content is not what was put, until they are put again
 
-    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
         attempt(lambda: self._put(local.read_bytes(), path))
-        return local.stat().st_size
 
     def put_bytes(self, path: str, data: bytes) -> None:
         self._put(data, path)
 
-    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        return attempt(lambda: self._call(lambda: super(FaultyFiles, self).get_file(path, local, lambda work: work())))
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
+        attempt(lambda: self._call(lambda: super(FaultyFiles, self).get_file(path, local, lambda work: work())))
 
     def get_bytes(self, path: str) -> bytes:
         return self._call(lambda: super(FaultyFiles, self).get_bytes(path))

@@ -99,7 +99,7 @@ def fill(file: Path, *, but_mib: float) -> None:
 
 
 ENDS_AT_THE_BOUND = (
-    r"state_dir: \S+ has 0\.0[01] GiB left, less than 0\.0078125 \(launch\.disk_min_gib\): the run ends; with more "
+    r"state_dir: \S+ has 0\.0[01] GiB left, less than 0\.0078125: the run ends; with more "
     r"room it can be resumed"
 )
 # A server that can't write its timeline refuses what it is asked, so that the controller has it killed. What ends

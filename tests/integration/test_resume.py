@@ -19,13 +19,11 @@ from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
 from areal_core.models.spec import read_arrays, read_spec
-from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from flows import prune_command
 from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
@@ -176,21 +174,6 @@ def _damaged(config: RunConfig, file: str | None) -> tuple[CheckpointInfo, Check
     return newest, before
 
 
-@pytest.mark.nightly
-def test_a_payload_of_a_fixed_batch_is_damaged(config: RunConfig) -> None:
-    """The batch is put together anew, and the run goes on. Groups that were READY are in a batch by its end."""
-    run = killed(config, 4)
-    newest = checkpoint.newest(_store(config))
-    assert newest is not None
-    for segment in run.payloads.iterdir():
-        segment.write_bytes(bytes(segment.stat().st_size))
-    with closing(sqlite3.connect(run.ledger)) as ledger:
-        waiting = "SELECT COUNT(*) FROM payloads JOIN groups USING (group_id) WHERE step IS NULL OR step > ?"
-        lost = ledger.execute(waiting, (newest.step,)).fetchone()[0]
-    output = finished(config)
-    assert ("is damaged: at " in output) == bool(lost)
-
-
 @pytest.mark.recovery
 def test_two_launchers_of_one_run_on_two_machines(config: RunConfig, tmp_path: Path) -> None:
     """One store, two state folders: the second is refused, and the first goes on."""
@@ -216,47 +199,3 @@ def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: Run
             os.kill(pid, signal.SIGCONT)
         assert "run_id: another launcher has taken the run over, on " in first.failed()
     assert _newest(config) == 8
-
-
-@pytest.mark.end_to_end
-def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny(tmp_path, training={"steps": 40, "checkpoint_every": 2}, evaluation={"enabled": False})
-    given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
-
-    def prune(*options: str) -> tuple[int, str, str]:
-        status = run_command(lambda: prune_command.main([*options, *given]))
-        told = capsys.readouterr()
-        return status, told.out, told.err
-
-    def row(table: str) -> list[str]:
-        (found,) = (line.split() for line in table.splitlines() if line.startswith("first "))
-        return found
-
-    with Launched(config, "first") as run:
-        run.until_step(3)
-        status, out, _ = prune()
-        assert (status, "running" in row(out)) == (0, True)
-        assert prune("--run", "first", "--yes")[::2] == (2, "areal: error: RUN: first is running; stop it first\n")
-        run.launcher.send_signal(signal.SIGTERM)
-        assert run.end() == 143
-    store = Storage.open(config.storage.url).child("runs/first")
-    store.put_bytes("checkpoints/step-000099.1/optimizer.safetensors", bytes(5_000_000))
-    status, out, _ = prune()
-    assert (status, "stopped" in row(out)) == (0, True)
-    assert (float(row(out)[-2]) >= 5, row(out)[-1]) == (True, "MB")
-    assert prune("--run", "first")[0] == 1  # nobody says yes
-    assert "checkpoints/step-000099.1/optimizer.safetensors" in store.list()
-    assert prune("--yes")[0] == 0
-    assert "checkpoints/step-000099.1/optimizer.safetensors" not in store.list()
-    with Launched(config, "first") as run:
-        run.finished()
-    assert "finished" in row(prune()[1])
-    assert prune("--older", "1", "--yes")[0] == 0  # it is younger
-    assert run.run.summary.exists()
-    status, out, _ = prune("--run", "first", "--yes")
-    assert (status, out.splitlines()[-1].startswith("first: ")) == (0, True)
-    assert not run.run.root.exists()
-    assert store.list() == ("lease.json",)
-    assert prune()[1].startswith("No runs in ")

@@ -1,11 +1,8 @@
-"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded; and
-registered models: one version a run, and the alias of the best one."""
+"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -14,21 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
 from areal_core.config.schema import load
-from areal_core.errors import TrackingError
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.forwarder import Forwarder
-from areal_core.tracking.mlflow_client import register, start_run
+from areal_core.tracking.mlflow_client import start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 from flows.stack import responds
 from tests.support.processes import Daemon, free_port, wait_for
-from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -134,43 +128,6 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert "responds again" in log
 
 
-@pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
-@pytest.mark.nightly
-def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
-    tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
-    config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})
-    with Launched(config, "watched") as launched:
-        launched.until_step(2)
-        server.signal(signal.SIGSTOP)
-        try:
-            launched.finished()
-        finally:
-            server.signal(signal.SIGCONT)
-        assert "gave up after 5 s (tracking.flush_timeout_s)" in launched.output()
-
-    forwarding = [sys.executable, "-m", "areal_core.tracking", "--run-dir", str(launched.run.root)]
-    assert subprocess.run(forwarding, timeout=120, check=False).returncode == 0
-    tracked = launched.run.info().tracking_run_id
-    assert tracked is not None
-    with closing(Outbox(launched.run.outbox, "watched")) as outbox:
-        recorded = [(key, *point) for key, points in outbox.history().items() for point in points]
-        assert (outbox.unsent(), outbox.refusals()) == (0, [])
-    assert [point[:3] for point in server.held(tracked)] == recorded
-    assert client.get_run(tracked).info.status == "FINISHED"
-
-
-def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
-    run.log(range(3000))
-    forwarder = run.forward()
-    wait_for(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
-    forwarder.kill()
-    forwarder.communicate()
-    run.outbox.end("FINISHED")
-
-    assert run.forward_here()
-    assert server.held(tracking_id(run)) == expected(range(3000))
-
-
 def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
     run.log(range(5))
     forwarder = run.forward(MLFLOW_RUN_ID="0" * 32, MLFLOW_TRACKING_URI="http://127.0.0.1:1")  # must not interfere
@@ -189,36 +146,6 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     assert client.get_run(tracking_id(run)).info.status == "FAILED"
 
 
-def test_documents_are_shown(
-    server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.outbox.document(
-        "trajectories", 10, {"rows": [{"reward": 1.0, "completion": "1-1=0;#0"}, {"reward": 0.0, "completion": ""}]}
-    )
-    run.outbox.document("staleness_histogram", 10, {"counts": {"0": 6000, "1": 2500, "2": 300}})
-    run.outbox.document("summary", 35, {"accuracy_before": 0.2, "accuracy_after": 0.8, "reason": "steps"})
-    run.outbox.end("FINISHED")
-    assert run.forward_here()
-
-    run_id = tracking_id(run)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # load_table asks the global client
-    table = client.load_table(client.get_run(run_id).info.experiment_id, "trajectories/step-000010.json", [run_id])
-    assert table.to_dict("list") == {"reward": [1.0, 0.0], "completion": ["1-1=0;#0", ""]}
-    picture = Path(client.download_artifacts(run_id, "staleness/step-000010.png", str(tmp_path)))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    summary = Path(client.download_artifacts(run_id, "summary.json", str(tmp_path)))
-    assert json.loads(summary.read_text())["reason"] == "steps"
-    data = client.get_run(run_id).data
-    assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
-
-
-def test_database_behind_a_server_is_refused(server: Server) -> None:
-    start_run(server.uri, "areal", "x", {}, {})
-
-    with pytest.raises(TrackingError, match=r"^tracking\.uri: the artifacts of 'areal' belong to an MLflow server"):
-        start_run(f"sqlite:///{server.folder}/mlflow.db", "areal", "x", {}, {})
-
-
 def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, client: MlflowClient) -> None:
     names = ["n" * 300 + end for end in "ab"]
     params = dict.fromkeys(names, "p" * 7000)
@@ -229,38 +156,3 @@ def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, cli
         assert [(len(name), name[239:242]) for name in found] == [(250, "...")] * 2
         assert all(text.startswith(value * 4000) and text.endswith("...") for text in found.values())
     assert run.info.run_name == "r" * 247 + "..."
-
-
-# -- registered models -------------------------------------------------------------------------------------------------
-
-
-def registered_model(run: str, accuracy: float, held_out: str = "a", name: str = "areal-m") -> dict[str, Any]:
-    url = f"s3://bucket/runs/{run}/best"
-    return {"name": name, "url": url, "run": run, "version": 5, "accuracy": accuracy, "held_out": held_out}
-
-
-def test_the_best_version_of_comparable_runs_has_the_alias(server: Server, client: MlflowClient) -> None:
-    runs = {name: start_run(server.uri, "e", name, {}, {}) for name in ("first", "worse", "better", "other")}
-
-    def registered(name: str, accuracy: float, held_out: str = "a") -> str:
-        register(client, runs[name], registered_model(name, accuracy, held_out))
-        register(client, runs[name], registered_model(name, accuracy, held_out))  # again, as after a failure
-        return client.get_model_version_by_alias("areal-m", "best").run_id
-
-    assert registered("first", 0.5) == runs["first"]
-    assert registered("worse", 0.4) == runs["first"]
-    assert registered("better", 0.6) == runs["better"]
-    assert registered("other", 0.1, held_out="b") == runs["other"]  # other prompts: nothing to compare with
-    versions = client.search_model_versions("name='areal-m'")
-    assert sorted(version.run_id for version in versions) == sorted(runs.values())
-    (first,) = [version for version in versions if version.run_id == runs["first"]]
-    assert first.source == "s3://bucket/runs/first/best"
-    assert first.tags["areal.version"] == "5"
-    assert "held-out accuracy 0.500" in first.description
-
-
-def test_a_model_in_a_folder_is_named_by_a_tag(server: Server, client: MlflowClient, tmp_path: Path) -> None:
-    run_id = start_run(server.uri, "e", "local", {}, {})
-    register(client, run_id, {**registered_model("local", 0.5, name="areal-local"), "url": str(tmp_path)})
-    (version,) = client.search_model_versions("name='areal-local'")
-    assert (version.source, version.tags["areal.url"]) == (f"runs:/{run_id}/summary.json", str(tmp_path))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +66,7 @@ def _url() -> str:
     ("who", "line"),
     [
         ("nobody", "can't use URL at SERVER: Unable to locate credentials"),
-        ("guest", "can't use URL at SERVER: the bucket does not exist and can't be made: AccessDenied"),
+        ("guest", "can't use URL at SERVER: AccessDenied"),
         ("wrong secret", "can't write URL/.probe-\\w+: the credentials are wrong \\(SignatureDoesNotMatch\\)"),
         ("wrong key", "can't write URL/.probe-\\w+: the credentials are wrong \\(InvalidAccessKeyId\\)"),
     ],
@@ -82,7 +80,7 @@ def test_who_may_not_write(radosgw: RadosGateway, guest: Any, refused: Any, as_u
     }
     as_user(users[who])
     url, at = _url(), radosgw.endpoint_url
-    said = line.replace("URL", re.escape(url)).replace("SERVER", re.escape(f"{at} (storage.endpoint_url)"))
+    said = line.replace("URL", re.escape(url)).replace("SERVER", re.escape(at))
     assert re.fullmatch(rf"storage\.url: {said}", refused(url, at))
 
 
@@ -103,26 +101,3 @@ def test_what_may_not_be_deleted_is_said(radosgw: RadosGateway, guest: Any, as_u
     with pytest.raises(StorageError, match=rf"^storage\.url: can't delete s3://{bucket}/runs/kept: .*AccessDenied"):
         store.delete("kept")
     assert list(store.list()) == ["kept/one"]
-
-
-class _Page(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Standard error is looked at."""
-
-
-@pytest.fixture
-def a_website() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_an_endpoint_that_is_no_s3_server(radosgw: RadosGateway, a_website: str, refused: Any, as_user: Any) -> None:
-    as_user(radosgw.credentials)
-    url = _url()
-    line = refused(url, a_website)
-    assert line.startswith(f"storage.url: can't use {url} at {a_website} (storage.endpoint_url): "), line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from pathlib import Path
@@ -60,18 +59,6 @@ def ended_in_order(run: Launched) -> RunSummary:
     assert newest.step == summary.steps
     assert {"model.safetensors", "config.json", "README.md"} <= set(store.child("final").list())
     return summary
-
-
-def test_a_run_that_was_killed_goes_on_from_s3_alone(radosgw: RadosGateway, tmp_path: Path, url: str) -> None:
-    config = configured(tmp_path / "state", radosgw, url)
-    with Launched(config, "r") as run:
-        run.until_step(1)
-        store = stored(config)
-        run.wait_for("a checkpoint", lambda: checkpoint.newest(store))
-    shutil.rmtree(tmp_path / "state")
-    with Launched(configured(tmp_path / "elsewhere", radosgw, url), "r") as run:
-        ended_in_order(run)
-        assert "restored the ledger from the checkpoint of step" in run.output()
 
 
 def test_a_run_goes_on_once_its_killed_store_is_back(radosgw: RadosGateway, tmp_path: Path, url: str) -> None:

@@ -50,10 +50,8 @@ class MemoryStore(Folder):
             intrude()
         return work()
 
-    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
-        data = local.read_bytes()
-        self.put_bytes(path, data)
-        return len(data)
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
+        self.put_bytes(path, local.read_bytes())
 
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put", path, lambda: self.objects.update({path: data}))
@@ -70,8 +68,8 @@ class MemoryStore(Folder):
     def get_marked(self, path: str) -> tuple[bytes, str]:
         return self._call("get", path, lambda: (self._get(path), self._mark(path) or ""))
 
-    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        return local.write_bytes(self.get_bytes(path))
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
+        local.write_bytes(self.get_bytes(path))
 
     def get_bytes(self, path: str) -> bytes:
         return self._call("get", path, lambda: self._get(path))

@@ -14,7 +14,6 @@ import areal_core.__main__ as command
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError, TrackingError
 from areal_core.run.command import Stopped
-from tests.support.models import write_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -78,22 +77,6 @@ def test_exit_statuses(
     monkeypatch.setattr(command, "execute", execute)
     assert command.main([]) == status
     assert capsys.readouterr() == ("", f"areal: {said}\n")
-
-
-def test_a_plan_starts_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "execute", lambda *_, **__: pytest.fail("started"))
-    fields = [f"model.path={write_tiny(tmp_path / 'model')}", "launch.accelerator=cuda", f"state_dir={tmp_path}/state"]
-    assert command.main(["--plan", *fields, "launch.device_memory_gib=80"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == (
-        "1 machine: 1 x 1 GPUs generate, and 1 train; the KV cache of a server holds 32 completions of 152 tokens"
-    )
-    assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
-    assert command.main(["--plan", *fields, "launch.device_memory_gib=0.001"]) == 2
-    assert "too many" in capsys.readouterr().err
-    assert not (tmp_path / "state").exists()
 
 
 def test_a_signal_unwinds_once_and_the_second_ends_the_process() -> None:

@@ -2,8 +2,8 @@
 
     <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
         model/                  the base model
-        weights/                versions that the stager has brought, or rank 0 has made
-        copy.json  copy.lock    this copy's name, the URLs of head node and stager; held by its worker and its processes
+        weights/                versions that the stager has brought
+        copy.json  copy.lock    this copy's name, the URL of the head node; held by its worker and its processes
 
 A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
 what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
@@ -35,7 +35,6 @@ from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import (
-    FIRST_RANK,
     GENERATION,
     GONE_S,
     REWARDS,
@@ -135,10 +134,9 @@ class CopiedFolder:
             following = held.enter_context(_Following(self._head, run, config, share, address).running(beside, stop))
             self._fetch_model(run, stop, weights=share.role != REWARDS)
             stager = None
-            if share.role == GENERATION or FIRST_RANK in owned(config, share).processes:
+            if share.role == GENERATION:
                 kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
                 stager = held.enter_context(Stager(run, self._head, address, kept=kept).running(beside))
-                _note(run, stager=stager)
             yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
 
     def _write(self, run: RunDir, config: RunConfig) -> None:
@@ -147,7 +145,7 @@ class CopiedFolder:
         run.forget_ready()
         run.token_file.unlink(missing_ok=True)
         run.keep_token(self._head.token)
-        _note(run, head=self._url)
+        _note(run, self._url)
         write_json(run.root / "config.json", config.to_dict())
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))
@@ -262,7 +260,7 @@ class _Following:
         if heard["number"] != self._run.info().number:  # another launcher goes on with the run
             self._run.numbered(heard["number"])
         self._put(heard["ready"])
-        _note(self._run, head=session.url)
+        _note(self._run, session.url)
         self._ended = heard["ended"]
         return None
 
@@ -287,10 +285,8 @@ class _Following:
             if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
                 file.unlink(missing_ok=True)
 
-    def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+    def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int]:
         status, content = channel.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
-        if status == 413:
-            return None
         if status not in (200, 409):
             raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
         return status == 200, parsed(content)["size"]
@@ -323,11 +319,9 @@ class _Following:
 def _about(session: Session) -> dict[str, Any]:
     """What the head node says of its run. Raises AwayError, ConfigError."""
     status, content = session.ask("GET", "/run")
-    if status != 200:
-        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
-    about = parsed(content)
+    about = parsed(content) if status == 200 else None
     if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
-        raise ConfigError("--head: no head node of a run is there: GET /run says nothing of one")
+        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
     names = [str(about["run_id"]), *about["model"]]
     if not _RUN_ID.fullmatch(names[0]) or not all(map(_FILE.fullmatch, names[1:])):
         raise ConfigError(f"--head: a run or a file of its model has a name that is none: {names!r:.200}")
@@ -349,8 +343,8 @@ def _model(run: RunDir) -> Path:
     return run.root / "model"
 
 
-def _note(run: RunDir, **urls: str) -> None:
-    """Note the URLs of head node and stager, and the name of this copy, which is made once."""
+def _note(run: RunDir, head: str) -> None:
+    """Note the URL of the head node, and the name of this copy, which is made once."""
     known = run.copy() or {"node": secrets.token_hex(8)}
-    if known != (noted := known | urls):
+    if known != (noted := known | {"head": head}):
         write_json(run.copy_file, noted)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.config.engines import GENERATION_ENGINES, TRAINING_ENGINES, GenerationTraits, TrainingTraits
-from areal_core.config.plugins import check_name, find
+from areal_core.config.plugins import check_name
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.training.engines.registry import _ENGINES
@@ -28,8 +28,8 @@ def confused() -> None: ...
 def plain() -> None: ...
 
 
-sharded.traits = TrainingTraits(shards=True, packages=("numpy",))
-serving.traits = GenerationTraits(any_model=False, gpu_packages=("torch",))
+sharded.traits = TrainingTraits(shards=True)
+serving.traits = GenerationTraits(any_model=False)
 confused.traits = GenerationTraits()
 
 
@@ -43,22 +43,14 @@ def test_an_engine_of_ones_own_states_its_capabilities() -> None:
     assert trained_by("plain").zero_stage == load({}).zero_stage == 0
     assert trained_by("plain").training_traits == TrainingTraits()
     config = load({"generation": {"engine": f"{__name__}:serving"}})
-    assert config.generation_traits.on("cuda") == ("torch",)
+    assert not config.generation_traits.any_model
 
 
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [
-        (
-            "plain",
-            "training.zero_stage: must be 2 with training.engine=.*:plain: ranks partition their state with deepspeed,",
-        ),
-        ("confused", "training.engine: the traits of .*:confused must be a TrainingTraits, got GenerationTraits"),
-    ],
-)
-def test_capabilities_that_do_not_fit_are_refused(engine: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        trained_by(engine, zero_stage=3)
+def test_capabilities_of_another_kind_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^training\.engine: the traits of .*:confused must be a TrainingTraits, got Gen"
+    ):
+        _ = trained_by("confused").training_traits
 
 
 def test_loading_a_configuration_imports_no_engine() -> None:
@@ -90,24 +82,9 @@ def test_no_module_compares_names_of_engines() -> None:
 REGISTERED = {"one": 1, "two": 2}
 
 
-def test_registered_names_come_first_and_import_paths_are_followed():
-    assert find("field", "two", REGISTERED) == 2
-    assert find("field", "areal_core.errors:ConfigError", REGISTERED) is ConfigError
-
-
 @pytest.mark.parametrize("name", ["three", "module.function", ":one", "module:", "a module:one", ""])
 def test_what_is_neither_is_refused_without_importing_anything(name):
     with pytest.raises(
         ConfigError, match=r"^field: must be one of one, two, or an import path, package\.module:name, got"
     ):
         check_name("field", name, REGISTERED)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("no.such:thing", "No module named 'no'"), ("areal_core.errors:nothing", "has no attribute 'nothing'")],
-)
-def test_a_path_that_leads_nowhere_is_one_line(name, said):
-    check_name("field", name, REGISTERED)
-    with pytest.raises(ConfigError, match=rf"^field: {name} can't be imported: .*{said}"):
-        find("field", name, REGISTERED)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast, get_args, get_type_hints
 
-import numpy as np
 import pytest
 
 from areal_core.config.fields import merge
@@ -30,34 +29,20 @@ def loaded(settings: str) -> RunConfig:
 
 
 REFUSED = """
-generation.top_p=0.9
-    generation.top_p: no such field
 generation.temperature=0.0
     generation.temperature: must be at least 0.01, got 0
-generation.interruption=abort
-    generation.interruption: must be one of recompute, resubmit, keep, wait, got
 generation.vllm.arguments='x
     generation.vllm.arguments: No closing quotation, in "'x"
 generation.engine=vllm generation.temperature=3.0
     generation.temperature: vllm takes 2 at most, got 3
 training.engine=emulated training.lora.rank=8 generation.engine=emulated
     training.lora.rank: must be null where accelerators are emulated, got 8
-training.lora.rank=8 generation.engine=vllm generation.interruption=keep
-    generation.interruption: must be recompute, resubmit or wait with training.lora and generation.engine=vllm, whose r
-training.lora.rank=8 training.lora.targets=q_proj,c_attn
-    training.lora.targets: must be of q_proj, k_proj,
 task.name=rows task.path=p model.path=m
     task.held_out_path: task.name=rows needs a file of prompts to evaluate with
-task.success_field=rate task.success_path=rates.jsonl model.path=m
-    task.success_path: must be null with task.success_field, got 'rates.jsonl'
 task.min_success=0.05 model.path=m
     task.success_field: must name rates for task.min_success and task.max_success to
-task.success_field=rate task.min_success=0.9 task.max_success=0.1 model.path=m
-    task.min_success: must be at most task.max_success (0.1), got 0.9
 generation.sleep=true
     generation.sleep: must be false with mode=async
-launch.accelerator=cuda launch.devices=1
-    launch.devices: must be at least 2 (1 GPUs generate and 1
 generation.engine=vllm generation.servers=3 generation.vllm.tensor_parallel=2 launch.accelerator=cuda launch.devices=6
     launch.devices: must be at least 7 (6 GPUs generate and 1 train), got 6
 algorithm.clip_eps_high=0.1
@@ -68,58 +53,30 @@ algorithm.behaviour_mask_low=5.0 algorithm.behaviour_mask_high=0.5
     algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5
 algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
-algorithm.objective=standard algorithm.behaviour_mask_low=0.5
-    algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox
-algorithm.objective=cispo algorithm.behaviour_cap=2.0
-    algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav
 algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
 algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
-rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
-    algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
-rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulated
-    rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true
-algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
-algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
-launch.address=0.0.0.0
-    launch.address: must be an IP address of this machine, got '0.0.0.0'
 training.ranks=2 training.hosts=2 launch.remote_roles=generation
     training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2
 launch.remote_roles=both
-    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first machine
-training.ranks=3 training.hosts=2 launch.remote_roles=trainer
-    training.ranks: must be a multiple of training.hosts (2), got 3
-launch.files_port=65536
-    launch.files_port: must be at most 65535, got 65536
+    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node trains, too
 evaluation.servers=0 generation.servers=1
     evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
     stop.score: must be null with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run h
-mode=sync evaluation.servers=0 generation.sleep=true training.keep_best=true
-    training.keep_best: must be false with evaluation.servers=0 and generation.sleep=true, as versions are scored once
-evaluation.accelerator=cuda
-    evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=0 generation.servers=2 launch.accelerator=cuda launch.devices=3
     evaluation.accelerator: must be cpu with evaluation.servers=0, whose servers are the run's, got 'cuda'
-evaluation.engine=emulated
-    evaluation.engine: must be one of embedded, vllm, or an import path, package.module:name, got 'emulated'
 evaluation.accelerator=cuda evaluation.servers=2 generation.servers=1 launch.accelerator=cuda launch.devices=3
     launch.devices: must be at least 4 (1 GPUs generate and 1 train, 2 score versions), got 3
 evaluation.enabled=false stop.score=0.9
-    stop.score: must be null with evaluation.enabled=false, got 0.9
+    stop.score: must be null where no version is scored, got 0.9
 rollout.pipeline_depth=2.5
     rollout.pipeline_depth: must be at most max_staleness, 2, got 2.5
-mode=sync rollout.pipeline_depth=1
-    rollout.pipeline_depth: must be at most max_staleness, 0, got 1
 algorithm.control=adaptive_kl
     algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0
-algorithm.control=pid
-    algorithm.control: must be one of constant, adaptive_kl, or an import path, package.module:name, got 'pid'
 """  # settings, and what the message begins with
 
 
@@ -148,22 +105,11 @@ def test_a_number_that_nothing_can_hold_is_refused(name: str, kind: type) -> Non
             load(merge({}, name, value))
 
 
-def test_numbers_of_numpy_are_plain_ones() -> None:
-    config = load(
-        {"seed": np.int64(3), "training": {"learning_rate": np.float32(0.5)}, "stop": {"score": np.float64(1)}}
-    )
-    found = config.seed, config.training.learning_rate, config.stop.score
-    assert [(type(value), value) for value in found] == [(int, 3), (float, 0.5), (float, 1.0)]
-
-
 def test_an_adapter_has_a_rank_and_targets() -> None:
     assert load({}).training.lora.adapter is None
     lora = load({"training": {"lora": {"rank": 8, "alpha": 16, "targets": "q_proj, v_proj"}}}).training.lora
     assert lora.adapter == Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
     assert lora.adapter.scale == 2.0
-    for targets in ("", "q_proj,,v_proj"):
-        with pytest.raises(ConfigError, match=r"^training.lora.targets: must be names of linear layers with commas"):
-            load({"training": {"lora": {"rank": 8, "targets": targets}}})
 
 
 @pytest.mark.parametrize(
@@ -186,40 +132,23 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(values: dict[str
     assert "token@" not in str(caught.value)
 
 
-def test_what_follows_from_remote_roles() -> None:
-    assert load({}).remote_roles == frozenset()
-    assert load({"launch": {"remote_roles": "generation"}}).remote_roles == {"generation"}
-    config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"remote_roles": "both", "address": "fd00::1"}})
-    assert config.remote_roles == {"generation", "trainer"}
-    assert config.ranks_per_host == 2
-
-
 FOLLOWS = """
 mode=sync launch.devices=4                                         takes_turns true
 mode=sync launch.devices=4 generation.servers=3 training.ranks=2   takes_turns true
 mode=sync launch.devices=4 generation.servers=2 training.ranks=2   takes_turns false
-launch.devices=4 generation.servers=3 training.ranks=1             takes_turns false
 mode=async                                                         recomputes_proximal true
 mode=sync                                                          recomputes_proximal false
 mode=sync algorithm.behaviour_cap=2.0                              recomputes_proximal true
-mode=sync algorithm.behaviour_mask_low=0.5                         recomputes_proximal true
 algorithm.objective=standard                                       recomputes_proximal false
 algorithm.objective=a3po algorithm.behaviour_cap=2.0 mode=sync     recomputes_proximal false
-algorithm.objective=gspo                                           recomputes_proximal true
-algorithm.objective=gspo mode=sync                                 recomputes_proximal false
-algorithm.objective=cispo                                          recomputes_proximal false
 algorithm.objective=my_package.my_module:my_own                    recomputes_proximal true
 mode=async                                                         admits_machines false
 launch.address=::1                                                 admits_machines false
 launch.address=10.0.0.1                                            admits_machines true
 launch.remote_roles=generation training.ranks=1                    admits_machines true
-rollout.max_staleness=4                                            pipeline_depth 4
 rollout.max_staleness=4 rollout.pipeline_depth=0.5                 pipeline_depth 0.5
-generation.interruption=keep                                       interruption "keep"
 mode=sync generation.interruption=keep                             interruption "wait"
 launch.accelerator=cuda launch.devices=8                           generation_servers 7
-algorithm.kl_estimator=k1                                          mode "async"
-algorithm.objective=gspo algorithm.behaviour_mask_low=0.9          mode "async"
 algorithm.objective=cispo algorithm.clip_eps=1.0 algorithm.clip_eps_high=0.5 mode "async"
 algorithm.clip_eps_high=0.2 algorithm.overlong_cache=112           mode "async"
 algorithm.group_size=1 algorithm.advantage=batch                   mode "async"

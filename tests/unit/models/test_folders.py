@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from areal_core.errors import ModelError
 from areal_core.models import folders
 from areal_core.models.spec import ModelSpec, check_weights, read_spec, stop_token_ids, weight_shapes
-from tests.support.chat import CHAT, chat_folder
 from tests.support.transformers_models import write_transformers_model
 
 SPEC = ModelSpec(
@@ -176,17 +175,3 @@ def test_missing_and_broken_files_are_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no such file"):
         folders.read_weights(folder, SPEC)
-
-
-def test_a_chat_template_and_generation_settings_go_with_the_tokenizer(tmp_path):
-    from transformers import AutoTokenizer, GenerationConfig
-
-    base = chat_folder(tmp_path / "base", None)
-    (base / "chat_template.jinja").write_text(CHAT)
-    (base / "generation_config.json").write_text('{"top_p": 0.9, "eos_token_id": [1, 2]}')
-    folders.write_model(tmp_path / "model", SPEC, folders.init_weights(SPEC, seed=0), base / "tokenizer.json")
-    messages = [{"role": "user", "content": "Why?"}]
-    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "model", base))
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
-    assert GenerationConfig.from_pretrained(tmp_path / "model").top_p == 0.9
-    assert read_spec(tmp_path / "model").eos_token_ids == (1, 2)

@@ -37,11 +37,6 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found[name], array)
 
 
-def test_the_order_of_the_tensors_does_not_matter(tmp_path: Path) -> None:
-    first = write_tensors(tmp_path / "one", TENSORS)
-    assert write_tensors(tmp_path / "other", dict(reversed(TENSORS.items()))) == first
-
-
 def test_bfloat16_is_rounded_as_torch_rounds_and_written_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,14 +101,6 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
 @pytest.mark.parametrize(
     ("servers", "ranks", "used", "said"),
     [
-        pytest.param(
-            [("generate", 0, 5), ("wait", 5, 10)],
-            [("wait", 0, 0.5), ("train", 0.5, 10)],
-            None,
-            "1.05x without idle time, 2.00x with more capacity for training. Then generation would limit the run. "
-            "More devices for training would help (training.ranks).",
-            id="training",
-        ),
         pytest.param(  # held back by the staleness bound, servers run few completions at once
             [("generate", 0, 10)],
             [("wait", 0, 0.4), ("train", 0.4, 10)],
@@ -124,21 +116,12 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
             "1.67x without idle time. A larger rollout.max_staleness would help.",
             id="staleness",
         ),
-        pytest.param(
-            [("generate", 0, 3), ("wait", 3, 10)],
-            [("wait", 0, 6), ("train", 6, 10)],
-            None,
-            "1.05x without idle time, 2.50x with more capacity for rewards. Then training would limit the run. More "
-            "reward workers would help (rollout.reward_workers, or other machines).",
-            id="rewards",
-        ),
     ],
 )
 def test_what_limits_stages_with_devices_of_their_own(
-    request: pytest.FixtureRequest, servers: list[Doing], ranks: list[Doing], used: float | None, said: str
+    servers: list[Doing], ranks: list[Doing], used: float | None, said: str
 ) -> None:
-    scored = {"rewards_0": [("score", 0, 9.5)]} if request.node.callspec.id == "rewards" else {}
-    text = judged(config(), spans(**both(servers, ranks), **scored), used=used)
+    text = judged(config(), spans(**both(servers, ranks)), used=used)
     assert text.endswith(f"Upper bounds on the speed-up: {said}")
     assert ("generated 100 % of the time, at 50 % of their full rate." in text) == (used is not None)
 
@@ -167,27 +150,6 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
     )
 
 
-@pytest.mark.parametrize(("mode", "cause"), [("async", "The staleness bound"), ("sync", "Synchronous mode")])
-def test_cores_without_work(mode: str, cause: str) -> None:
-    found = spans(2.0, **both([("generate", 0, 4), ("wait", 4, 10)], [("wait", 0, 5), ("train", 5, 9)]))
-    assert judged(cores(mode=mode), found).startswith(f"{cause} limited this run. 2 cores had work 80 % of 10.0 s.")
-
-
-def test_a_controllers_work_is_for_cores_too() -> None:
-    found = spans(2.5, generation_0=[("generate", 0, 5), ("wait", 5, 10)], trainer_0=[("train", 0, 5), ("wait", 5, 10)])
-    text = judged(cores(), found, controller_cpu_s=9.0)  # 95 %, and not half, as servers and ranks
-    assert "2 cores had work 95 % of 10.0 s. The run used 95 % of the CPU time:" in text
-
-
-def test_cores_that_others_use_are_not_taken_for_our_own() -> None:
-    text = judged(cores(), spans(3.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)]))
-    assert "used 30 % of the CPU time: generation (15 %) and training (15 %). Other programs used this machine" in text
-    text = judged(cores(), spans(9.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)]))
-    assert "Other programs" not in text
-    unmeasured = spans(generation_0=[("generate", 0, 10)]) + spans(3.0, trainer_0=[("train", 0, 10)])
-    assert "Other programs" not in judged(cores(), unmeasured)  # vLLM's servers don't say what they use
-
-
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
@@ -205,9 +167,3 @@ def test_the_window_is_from_the_first_version_to_the_last() -> None:
     assert told.idle == {"generation": 0.0, "trainer": 0.5}
     assert " of 10.0 s." in told.text
     assert "and the controller (10 %)." in told.text
-
-
-@pytest.mark.parametrize("published", [[], [("publish", -3, -2), ("publish", 3, 4)]])
-def test_without_two_versions_there_is_nothing_to_explain(published: list[Doing]) -> None:
-    found = spans(generation_0=[("generate", 0, 8)], publisher_0=published)
-    assert explain(config(), found, {}, start_s=START, controller_cpu_s=0.0) is None

@@ -17,7 +17,6 @@ from areal_core.planning.footprint import (
     SLEEPING,
     check_footprint,
     check_placement,
-    footprint,
     training_pass,
     training_state,
 )
@@ -64,13 +63,9 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
 @pytest.mark.parametrize(
     ("training", "memory", "field", "advice"),
     [
-        ({"zero_stage": 2, "ranks": 6, "microbatch_tokens": 32768}, 40, "zero_stage", "or lower microbatch_tokens"),
-        ({"ranks": 1}, 80, "ranks", "raise ranks"),
-        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares it out among several"),
-        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", " at the most and 8192 at the least"),
-        ({"ranks": 6, "dtype": "float32"}, 24, "ranks", "raise ranks or lower microbatch_tokens"),
-        # Not even a prompt fits: the length is not what is wrong.
-        ({"ranks": 7, "microbatch_tokens": 131072}, 24, "ranks", "raise ranks or lower microbatch_tokens"),
+        ({"ranks": 1}, 80, "zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"),
+        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares the state out among several ranks"),
+        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "where a trajectory is as long"),
     ],
 )
 def test_the_field_to_change_is_that_of_the_largest_part(
@@ -81,59 +76,19 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     assert said.endswith(advice)
 
 
-@pytest.mark.parametrize(("mode", "who"), [("async", "rank"), ("sync", "rank beside a sleeping server")])
-def test_a_trajectory_that_is_too_long_for_a_rank_is_refused_with_the_longest_that_is_not(mode: str, who: str) -> None:
-    def long(new: int) -> RunConfig:
-        return config(
-            mode,
-            model={"context": 262144},
-            task={"max_new_tokens": new},
-            training={"ranks": 4, "microbatch_tokens": new + 1024},
-            generation={"sleep": mode == "sync", "vllm": {"memory_share": 0.47}},
-        )
-
-    found = re.fullmatch(
-        rf"task\.max_new_tokens: {who} needs .*; one rank holds a trajectory of 262144 tokens, prompt included, as a "
-        r"whole: at most (\d+) fit; lower it to (\d+), and training\.microbatch_tokens to (\d+)",
-        refusal(long(261120)),
-    )
-    assert found is not None
-    fitting, new, microbatch = map(int, found.groups())
-    assert new + 1024 == fitting == microbatch
-    check_footprint(long(new), SPEC, EIGHTY)
-    assert refusal(long(new + 1)).startswith(f"task.max_new_tokens: {who} needs ")
-
-
-def test_a_reference_model_is_counted() -> None:
-    without, beside = (
-        footprint(config(training={"ranks": 4}, algorithm={"kl_coef": kl}), SPEC, EIGHTY).needs[0].parts
-        for kl in (0.0, 0.1)
-    )
-    assert beside == without | {"reference": 2 * 7_615_616_512}
-
-
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
         (
             {"training": {"zero_stage": 2}},  # 14.19 + 14.19 + 42.56 + 28.37 + 3.73 + 6.4 = 109.43
             "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 too many: weights 14.2, gradients 14.2, "
-            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage or ranks",
-        ),
-        (
-            {"training": {"ranks": 4, "checkpoint_activations": False, "microbatch_tokens": 16384}},
-            "training.checkpoint_activations: rank needs 154.1 GiB of 80.0 GiB, 74.1 too many: weights 3.5, gradients "
-            "7.1, optimiser 21.3, activations 110.2, collectives 5.6, margin 6.4; set it, or lower microbatch_tokens",
+            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage (to 3) or ranks, or lower "
+            "microbatch_tokens",
         ),
         (
             {"training": {"ranks": 4}, "generation": {"vllm": {"memory_share": 0.2}}},
             "generation.vllm.tensor_parallel: server needs 22.3 GiB of 16.0 GiB, 6.3 too many: weights 14.2, step 1.3, "
             "cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share",
-        ),
-        (
-            {"training": {"ranks": 4}, "generation": {"engine": "embedded", "slots": 64}},
-            "generation.slots: server needs 119.4 GiB of 80.0 GiB, 39.4 too many: weights 56.7, step 0.2, cache 56.0, "
-            "margin 6.4; lower it, or generate with vllm",
         ),
     ],
 )
@@ -172,15 +127,6 @@ def test_awake_both_have_all_of_theirs_at_once(generation: dict[str, Any]) -> No
     check_footprint(shared(**generation), SMALL, 160 * GIB)
 
 
-def test_the_table_says_what_does_not_fit() -> None:
-    lines = footprint(config(training={"zero_stage": 2}), SPEC, EIGHTY).table().splitlines()
-    assert lines[0] == (
-        "1 machine: 6 x 1 GPUs generate, and 2 train; the KV cache of a server holds 105 completions of 8192 tokens"
-    )
-    assert lines[1].startswith("rank: 109.4 of 80.0 GiB, 29.4 too many: weights 14.2, ")
-    assert lines[2].startswith("server: 22.3 of 68.0 GiB, fits: weights 14.2, ")
-
-
 FORTY = dataclasses.replace(SPEC, heads=40, kv_heads=8)
 
 
@@ -202,21 +148,16 @@ def test_what_can_be_placed() -> None:
 
 
 HOST = "launch.devices_per_host (8)"
-HEADS = "must divide the model's 40 heads, and divide its 8 key-value heads or be a multiple of them, got"
+HEADS = "must be a divisor of the model's 40 heads, and a divisor or multiple of 8 key-value heads, got"
+STRADDLES = "must be such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of 8, got"
 
 
 @pytest.mark.parametrize(
     ("devices", "ranks", "tensor", "data", "said"),
     [
         (12, 4, 1, 1, f"launch.devices: must be a multiple of {HOST}, got 12"),
-        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: must divide {HOST}, so that no group straddles two machines,"),
-        (
-            24,
-            8,
-            4,
-            3,
-            "generation.vllm.data_parallel: with tensor_parallel=4 a server takes 12 GPUs, which must divide",
-        ),
+        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: {STRADDLES} 5"),
+        (24, 8, 4, 3, f"generation.vllm.tensor_parallel: {STRADDLES} 12"),
         (16, 4, 1, 1, f"training.ranks: must be a multiple of {HOST}, so that ranks fill whole machines, got 4"),
         (8, 1, 3, 1, f"generation.vllm.tensor_parallel: {HEADS} 3"),
         (8, 1, 5, 1, f"generation.vllm.tensor_parallel: {HEADS} 5"),

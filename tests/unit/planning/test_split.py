@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError
-from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits, splits_of_run
-from areal_core.storage.rundir import RunDir
+from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits
 from tests.support.splits import (
     COMPLETION_S,
     FIXED_S,
     GENERATED,
-    RUNNING,
-    SLOTS,
     TRAINED,
     config,
     curves,
     measured,
-    recorded_run,
 )
 
 
@@ -33,22 +27,6 @@ def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> Non
     assert found[0].ratio == pytest.approx(4 * TRAINED / min(servers * GENERATED, ranks * TRAINED))
     assert [split.servers + split.ranks for split in found] == [8] * 7
     assert found[0].overrides == ["generation.servers=4", "training.ranks=4"]
-
-
-def test_servers_have_equal_parts_of_what_the_staleness_bound_admits() -> None:
-    """4.5 batches of 64 completions, four fifths of them running: six servers have 38 each, half of their room."""
-    tight = config(6, 2, batch_size=64, max_staleness=4)
-    found = splits(tight, measured(6, 2))
-    per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
-    able = {s: s * n / (FIXED_S + n * COMPLETION_S) for s, n in per_server.items()}
-    best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
-    assert found[0].servers == best
-
-
-def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
-    """Sixteen completions in a minibatch keep sixteen ranks busy at most."""
-    small = config(20, 4, devices=24, batch_size=16)
-    assert {split.ranks for split in splits(small, measured(20, 4))} == set(range(1, 17))
 
 
 @pytest.mark.parametrize(
@@ -85,17 +63,6 @@ def test_the_ends_of_a_run_are_left_out() -> None:
     seven = rates(config(7, 1), curves(7, 1, 25))
     assert seven is not None
     assert generation_used(config(7, 1), seven) < 0.5  # 7 servers make what one would nearly make
-
-
-def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path, 2, 6)
-    best = splits_of_run(run)[0]
-    assert (best.servers, best.ranks) == (4, 4)
-    with pytest.raises(ConfigError, match="there is none in "):
-        splits_of_run(RunDir(tmp_path / "runs" / "other"))
-    run.outbox.unlink()
-    with pytest.raises(ConfigError, match="says nothing of a split; it takes a run whose servers and ranks"):
-        splits_of_run(run)
 
 
 @pytest.mark.parametrize(

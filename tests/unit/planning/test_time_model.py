@@ -42,12 +42,6 @@ def test_a_decode_step_reads_matrices_and_cache_and_looks_embeddings_up() -> Non
     assert model.decode_s(2, 1000, steps=3) == pytest.approx(sum(model.decode_s(2, 1000 + 2 * i) for i in range(3)))
 
 
-def test_many_completions_at_once_are_bound_by_arithmetic() -> None:
-    attention = 4 * 28 * 12 * 128
-    busy = (5000 * 2 * MATRICES + 10_000 * attention) / 989e12
-    assert TimeModel(PLAIN).decode_s(5000, 10_000) == pytest.approx(0.01 + busy)
-
-
 def test_a_second_accelerator_halves_what_is_not_overhead_and_has_to_be_added_up_with() -> None:
     two = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2, all_reduce_s=2e-5))
     one = TimeModel(PLAIN)
@@ -68,15 +62,6 @@ def test_prefill_training_and_transfer() -> None:
     counted += 28 * 4 * (1000**2 + 2000**2) * 1536
     assert model.forward_s([1000, 2000], accelerators=4) == pytest.approx(counted / (0.4 * 989e12 * 4))
     assert model.train_s([1000, 2000], accelerators=4) == pytest.approx(4 * counted / (0.4 * 989e12 * 4))
-
-
-def test_replicas_of_a_server_share_its_completions() -> None:
-    one = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2))
-    four = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2, replicas=4))
-    assert four.decode_s(32, 36_000, steps=5) == pytest.approx(one.decode_s(8, 9000, steps=5))
-    assert four.prefill_s([500] * 4) == pytest.approx(one.prefill_s([500]))
-    assert four.kv_tokens == 4 * one.kv_tokens
-    assert four.transfer_s() == one.transfer_s()  # each gets its own copy, at the same time
 
 
 def test_what_the_weights_leave_is_for_the_cache() -> None:

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError
-from areal_core.launch.supervisor import FileLock
+from areal_core.errors import ConfigError, ModelError, StorageError
 from areal_core.models import gguf
 from areal_core.run import folders as module
 from areal_core.run.folders import DiskSpace, run_folder, tracking_uri
 from areal_core.run.preflight import preflight
-from areal_core.run.prepare import prepare
 from areal_core.storage.rundir import RunDir
 from areal_core.training.recipe import cache_key
 from tests.support.runs import changed
@@ -65,14 +63,14 @@ def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypa
     for _ in range(2):
         disk.look()
     assert lines == [
-        "state_dir: /a has 4.00 GiB left, less than 5 (launch.disk_low_gib)",
-        "state_dir: /a has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
-        "storage.url: /b c has 4.90 GiB left, less than 5 (launch.disk_low_gib)",
-        "storage.url: /b c has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
+        "state_dir: /a has 4.00 GiB left, less than 5",
+        "state_dir: /a has 19999 inodes left, less than 20000",
+        "storage.url: /b c has 4.90 GiB left, less than 5",
+        "storage.url: /b c has 19999 inodes left, less than 20000",
     ]
     for gib, inodes, said in (
-        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5 \(launch\.disk_min_gib"),
-        (5.0, 1999, r"1999 inodes left, less than 2000 \(launch\.disk_min_inodes\): the run e"),
+        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5: the run e"),
+        (5.0, 1999, r"1999 inodes left, less than 2000: the run e"),
     ):
         free(monkeypatch, {"/a": 4.0, "/b c": gib}, inodes=inodes)
         with pytest.raises(StorageError, match=rf"^(storage\.url: /b c|state_dir: /a) has {said}"):
@@ -101,22 +99,6 @@ def test_the_embedded_model_is_made_once(base: dict[str, Any], monkeypatch: pyte
     assert [line for line in lines if "warming up" in line] == lines[:1]
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["true"], r"^warmup-0 exited with code 0 and left no /"),
-        (["sh", "-c", "echo out of luck; exit 3"], r"^warmup-0 exited with code 3; .* ends: out of luck$"),
-    ],
-)
-def test_failed_warm_up_is_named(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: list[str], said: str
-) -> None:
-    monkeypatch.setattr(module, "python", lambda *arguments: command)
-    Path(base["state_dir"]).mkdir()
-    with pytest.raises(ProcessError, match=said):
-        module.base_model(load(base | {"model": TINY}), print)
-
-
 def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -139,13 +121,3 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
     file.unlink()
     with pytest.raises(ModelError, match=r"^model\.path: .*small\.gguf: No such file or directory$"):
         preflight(config)
-
-
-def test_two_runs_do_not_make_the_same_model_at_once(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WARMUP_LOCK_S", 0.0)
-    config = load(base | {"model": TINY})
-    cache = Path(base["state_dir"]) / "cache"
-    cache.mkdir(parents=True)
-    busy = pytest.raises(ProcessError, match="is still held by another run, which makes its base model")
-    with FileLock(cache / f"{cache_key(config)}.lock", timeout_s=0.0, busy=""), busy:
-        prepare(config, log=print)

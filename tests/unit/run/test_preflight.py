@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ import tokenizers
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.folders import init_weights, write_model
-from areal_core.run import preflight as module
-from areal_core.run.preflight import check_packages, device_memory, preflight
+from areal_core.run.preflight import device_memory, preflight
 from tests.support.chat import chat_folder
 from tests.support.models import SPEC
 from tests.support.runs import changed
@@ -32,17 +30,6 @@ def fails(error: type[ArealError], pattern: str, config: RunConfig) -> None:
 def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
     preflight(load(base))
     preflight(load(base | {"model": {}}))
-
-
-def test_an_address_that_is_not_this_machines(base: dict[str, Any]) -> None:
-    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
-    fails(ConfigError, said, load(base | {"launch": {"address": "203.0.113.9"}}))
-
-
-def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 1280.0})
-    fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
 
 
 @pytest.fixture
@@ -132,30 +119,6 @@ def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
     preflight(on_gpus(base, device_memory_gib=80))
     preflight(on_gpus(base | {"model": {}}))  # the embedded model needs no such check
     preflight(changed(base, launch={"device_memory_gib": 0.01}))  # nor do cores
-
-
-# -- packages that not every run needs ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("groups", "package", "setting"),
-    [
-        ({"training": {"engine": "deepspeed"}}, "deepspeed", "training.engine=deepspeed"),
-        ({"tracking": {"enabled": True}}, "mlflow", "tracking.enabled=true"),
-        ({"storage": {"url": "s3://bucket/run"}}, "s3fs", "storage.url=s3://..."),
-        ({}, "numba", "generation.engine=embedded"),
-    ],
-)
-def test_a_package_that_this_run_uses_and_the_machine_lacks(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, groups: dict[str, Any], package: str, setting: str
-) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else "found")
-    said = rf"^{re.escape(setting)}: needs the package {package}, which .* lacks; pyproject\.toml has its version$"
-    fails(ConfigError, said, changed(base, **groups))
-    unused = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name in unused else "found")
-    preflight(load(base))
-    check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
 
 
 def test_processes_start_without_packages_that_they_do_not_need(base: dict[str, Any]) -> None:

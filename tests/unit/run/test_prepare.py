@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -21,20 +20,6 @@ from areal_core.storage.objects import Storage
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import Outbox
 from tests.support.runs import changed
-
-
-def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
-    config = load(base | {"name": "my run"})
-    run = prepare(config, flow_run_id="flow", log=quiet)
-    info = run.info()
-    assert run.config() == config
-    assert run.root == tmp_path / "state" / "runs" / info.run_id
-    assert re.fullmatch(r"my-run-async-\d{8}-\d{6}-[0-9a-f]{4}", info.run_id)
-    assert info.model_path == base["model"]["path"]
-    assert info.checkpoint_url == f"{tmp_path}/store/runs/{info.run_id}"
-    assert info.flow_run_id == "flow"
-    assert info.tracking_uri is info.tracking_run_id is None
-    assert prepare(config, log=quiet).root != run.root
 
 
 def quiet(line: str) -> None:

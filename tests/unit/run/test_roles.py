@@ -126,18 +126,6 @@ def test_the_evaluators_own_servers_may_have_gpus_of_their_own(
     assert "CUDA_VISIBLE_DEVICES" not in role_specs(run, beside, [0, 1])["evaluation"].env(0)
 
 
-def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
-
-    def seen(role: str, mode: str, devices: int) -> list[str]:
-        settings = config(tmp_path, mode=mode, launch={"accelerator": "cuda", "devices": devices})
-        spec = role_specs(folder(settings), settings, [0, 1])[role]
-        return [spec.env(index)["CUDA_VISIBLE_DEVICES"] for index in spec.indices]
-
-    assert (seen("generation", "async", 3), seen("trainer", "async", 3)) == (["2", "5"], ["7"])
-    assert seen("trainer", "sync", 2) == ["2", "5"]
-
-
 # -- remote workers ----------------------------------------------------------------------------------------------------
 
 

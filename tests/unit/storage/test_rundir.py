@@ -1,30 +1,11 @@
-"""The ready files of a run's processes."""
+"""A run keeps its token."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from areal_core.config.schema import load
-from areal_core.storage.rundir import RunDir, RunInfo, write_json
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path)
-    made.ready.mkdir()
-    return made
-
-
-def test_ready_processes(run: RunDir) -> None:
-    assert run.ready_info("controller") is None
-    write_json(run.ready_file("controller"), {"pid": 7, "url": "http://10.0.0.1:80"})
-    assert run.ready_info("controller") == {"pid": 7, "url": "http://10.0.0.1:80"}
-    assert run.controller_url() == "http://10.0.0.1:80"
-    run.forget_ready()
-    assert run.controller_url() is None
-    assert not list(run.ready.iterdir())
+from areal_core.storage.rundir import RunDir, RunInfo
 
 
 def test_a_run_keeps_its_token(tmp_path: Path) -> None:
@@ -36,12 +17,3 @@ def test_a_run_keeps_its_token(tmp_path: Path) -> None:
         assert not list(run.root.glob(".token*"))
         tokens.append(run.token())
     assert tokens[0] == tokens[1] != tokens[2]
-
-
-def test_a_copy_of_a_run_that_goes_on_here_is_the_runs_own_folder(tmp_path: Path) -> None:
-    config, info = load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="m", checkpoint_url="c")
-    run = RunDir.create(config, info)
-    assert run.copy() is None
-    write_json(run.copy_file, {"node": "a"})
-    assert run.copy() == {"node": "a"}
-    assert RunDir.create(config, info).copy() is None

@@ -1,9 +1,6 @@
 """The outbox: what wins, what is frozen, and that several processes may use it without MLflow."""
 
 import math
-import multiprocessing
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,22 +80,6 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
     assert outbox.pending_document() is None
 
 
-def test_refused_items_wait_no_more_and_keep_the_reason(outbox: Outbox) -> None:
-    outbox.log([row(step=1), row(step=2)])
-    outbox.document("dataset_report", 0, {"rows": 1})
-    document = outbox.pending_document()
-    assert document is not None
-    outbox.settle_metrics([row(step=1)], "too early")
-    outbox.settle_document(document, "too large")
-    assert outbox.unsent() == 1
-    refused = ["point reward of step 1: too early", "document dataset_report of step 0: too large"]
-    assert outbox.refusals() == refused
-    outbox.document("dataset_report", 0, {"rows": 2})  # another than was refused
-    assert outbox.unsent() == 2
-    assert outbox.refusals() == refused[:1]
-    assert outbox.history() == {"reward": [(1, 0.5), (2, 0.5)]}  # the run's own record
-
-
 def test_what_was_sent_takes_no_room(outbox: Outbox, tmp_path: Path) -> None:
     for step in range(20):
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
@@ -109,16 +90,13 @@ def test_what_was_sent_takes_no_room(outbox: Outbox, tmp_path: Path) -> None:
     assert (tmp_path / "outbox.sqlite").stat().st_size < 500_000
 
 
-def test_full_outbox_takes_points_and_no_tables(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_outbox_takes_points_and_no_tables(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_BYTES", 4 << 20)
     outbox.log(row(key, step) for key in ("a", "b") for step in range(20_000))  # as many bytes, which do not matter
     for step in range(42):
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
     with pytest.raises(TrackingError, match=r"^document trajectories: 4 MiB of documents wait; "):
         outbox.document("trajectories", 42, {"rows": []})
-    assert caplog.text.count("2 MiB of documents wait; beyond 4 tables and plots are left out") == 1
     outbox.log([row()])
     outbox.document("summary", 1, {})
     while document := outbox.pending_document():
@@ -131,26 +109,3 @@ def test_unknown_document_and_unusable_path_are_refused(outbox: Outbox, tmp_path
         outbox.document("picture", 1, {})
     with pytest.raises(TrackingError, match="can't open the outbox"):
         Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")
-
-
-def _write(path: Path, key: str) -> None:
-    outbox = Outbox(path, "run-1")
-    for step in range(200):
-        outbox.log([row(key, step)])
-
-
-def test_processes_write_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write, args=(tmp_path / "outbox.sqlite", key)) for key in "abc"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-        assert writer.exitcode == 0
-
-    assert Outbox(tmp_path / "outbox.sqlite", "run-1").unsent() == 600
-
-
-def test_writers_need_no_mlflow() -> None:
-    code = "import sys, areal_core.tracking, areal_core.tracking.outbox; sys.exit('mlflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

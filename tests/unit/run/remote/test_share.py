@@ -9,8 +9,6 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat
 from areal_core.run.remote.share import GONE_S, Nodes, Said, Share, TakenError, owned
 from tests.support.remote import HeadNode
 
@@ -44,20 +42,6 @@ def config(**generation: Any) -> RunConfig:
             {"logs/generation-2", "logs/vllm-2", "logs/host-generation-2"},
             id="servers of vLLM",
         ),
-        pytest.param(
-            config(),
-            Share(role="trainer", first=1),
-            {"trainer-2", "trainer-3"},
-            {"logs/node-1", "logs/host-trainer-1", "timeline/trainer-2", "timeline/trainer-3"},
-            id="ranks",
-        ),
-        pytest.param(
-            load({"launch": {"remote_roles": "trainer", "head_trains": False}, "training": {"ranks": 1}}),
-            Share(role="trainer", first=0),
-            {"trainer-0"},
-            {"logs/node-0", "logs/host-trainer-0", "timeline/trainer-0", "timeline/publisher-0"},
-            id="rank 0 on another machine",
-        ),
         pytest.param(  # their places come after those of the controller's machine, and one process has all of them
             load({"rollout": {"reward_workers": 3}}),
             Share(role="rewards", first=2, count=2),
@@ -79,10 +63,7 @@ def test_processes_and_files_of_a_share(
     ("share", "line"),
     [
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
-        (
-            Share(role="trainer"),
-            r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, got 0",
-        ),
+        (Share(role="trainer"), "--node: must be from 1 to 1, as the head node is 0, got 0"),
         (Share(role="generation", first=2, count=2), "--first: servers 2 to 3 are more than the run has, 3 "),
         (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
@@ -118,10 +99,6 @@ def said(first: int = 0, count: int = 1, role: str = "generation", **fields: Any
     return msgspec.convert(values, Said)
 
 
-BEAT: dict[str, Any] = {"pid": 7, "beats": 3, "turns": 2, "progress": 9, "doing": "generating", "waits_for": None}
-LATER: dict[str, Any] = {**BEAT, "beats": 4}
-
-
 def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, clock: Clock) -> None:
     nodes.hear("a", said(0, 2))
     with pytest.raises(TakenError, match=r"^--head: generation 1 of run r is run by another .* at 10\.0\.0\.2$"):
@@ -137,45 +114,3 @@ def test_a_share_is_one_workers_until_it_is_silent_for_too_long(nodes: Nodes, cl
     assert nodes.owned("a") is None
     with pytest.raises(TakenError):  # it comes back
         nodes.hear("a", said(0, 2))
-
-
-def test_workers_that_have_said_their_last_words_or_are_gone_are_not_awaited(nodes: Nodes, clock: Clock) -> None:
-    nodes.hear("a", said())
-    nodes.hear("a", said(over=True))
-    assert not nodes.awaited
-    nodes.hear("b", said())  # there is room at once
-    assert nodes.awaited
-    clock.now += GONE_S
-    assert not nodes.awaited
-
-
-def test_what_its_processes_say_is_in_the_runs_folder_as_long_as_they_say_it(nodes: Nodes, head_node: HeadNode) -> None:
-    run = head_node.run
-    nodes.hear(
-        "a", said(ready={"generation-0": {"pid": 7, "url": "http://10.0.0.2:1"}}, heartbeats={"generation-0": BEAT})
-    )
-    assert run.ready_info("generation") == {"pid": 7, "url": "http://10.0.0.2:1"}
-    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**BEAT)
-    nodes.hear("a", said(heartbeats={"generation-0": LATER}))
-    assert run.ready_info("generation") is None
-    assert heartbeat.read(run.heartbeat_file("generation")) == Heartbeat(**LATER)
-    nodes.hear("a", said(heartbeats={"generation-0": BEAT}, over=True))
-    assert heartbeat.read(run.heartbeat_file("generation")) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "what", "line"),
-    [
-        ("../a", said(), "node: must be letters, digits"),
-        ("a", said(2), r"--first: servers 2 to 2 are more than the run has"),
-        ("a", said(ready={"generation-1": {"pid": 1}}), "ready, heartbeats: 'generation-1' is none of generation-0$"),
-        ("a", said(heartbeats={"controller-0": BEAT}), "ready, heartbeats: 'controller-0' is none of generation-0$"),
-    ],
-)
-def test_what_no_worker_says_changes_nothing(
-    nodes: Nodes, head_node: HeadNode, name: str, what: Said, line: str
-) -> None:
-    with pytest.raises((ValueError, ConfigError), match=f"^{line}"):
-        nodes.hear(name, what)
-    assert not nodes.awaited
-    assert not list(head_node.run.ready.iterdir())

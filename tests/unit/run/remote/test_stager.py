@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from areal_core.api.access import authorization
 from areal_core.api.head import Head
-from areal_core.config.schema import LaunchConfig
 from areal_core.errors import StorageError
 from areal_core.run.remote import stager as module
 from areal_core.run.remote.stager import Stager
-from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo
 from tests.support.remote import HeadNode
@@ -96,17 +92,6 @@ async def test_those_that_were_asked_for_last_stay(stager: Stager, head_node: He
     assert held(copy) == [f"v00000{n}/{name}" for n in (1, 3) for name in ("manifest.json", "model.safetensors")]
 
 
-async def test_a_version_that_was_replaced_is_brought_again(
-    stager: Stager, fetching: Fetching, head_node: HeadNode
-) -> None:
-    before = await stager.staged(head_node.publish(3))
-    after = await stager.staged(head_node.publish(3, value=0.5))
-    assert before.path == after.path
-    assert before.digest != after.digest
-    assert weights.is_whole(after)
-    assert fetching.asked == ["3", "3"]
-
-
 async def test_the_base_model_is_the_machines_own(stager: Stager, fetching: Fetching, head_node: HeadNode) -> None:
     base = weights.base_version(str(head_node.model))
     elsewhere = dataclasses.replace(base, path="/elsewhere")
@@ -126,27 +111,3 @@ async def test_damaged_weights_leave_nothing(
     assert held(copy) == []
     fetching.damaged = False
     assert weights.is_whole(await stager.staged(made))
-
-
-async def test_its_route(stager: Stager, fetching: Fetching, head_node: HeadNode, copy: RunDir) -> None:
-    made, here = dataclasses.asdict(head_node.publish(3)), weights.version_folder(copy.weights, 3)
-    beside = Supervision(copy, LaunchConfig(), log=print, forward=print, end=lambda: None)
-    with stager.running(beside) as url:
-        async with aiohttp.ClientSession() as session:
-
-            async def asked(body: object, token: str | None = "token", path: str = "/stage") -> tuple[int, str]:
-                sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
-                async with session.post(f"{url}{path}", headers=authorization(token), **sent) as response:
-                    return response.status, await response.text()
-
-            assert await asked(made) == (200, f'{{"path": "{here}"}}')
-            for token, path in ((None, "/stage"), ("another", "/stage"), (None, "/nowhere")):
-                assert (await asked(made, token, path))[0] == 401
-            fetching.damaged = True
-            refused = [(made | {"version": 4, "digest": "0" * 64}, 502), (made | {"digest": "x"}, 400)]
-            head_node.publish(4)
-            for body, status in (*refused, ({}, 400), ([], 400), (b"[" * 200_000, 400)):
-                got, text = await asked(body)
-                assert (got, len(text.splitlines())) == (status, 1), text
-    assert beside.failure is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "stager"]
