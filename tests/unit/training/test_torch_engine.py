@@ -109,22 +109,6 @@ def test_an_adapter_of_another_rank_is_refused():
         engine(ADAPTED).load_state(engine().state())
 
 
-def test_an_update_that_is_not_finite_can_be_skipped_and_is_counted():
-    one, share = engine(replace(TRAINING, on_divergence="skip")), batch()
-    proximal = one.logprobs(share)
-    broken = share.behaviour_logprobs.copy()
-    own = {index for packed in share.microbatches[0] for index in packed.source.tolist()}
-    broken[min(own)] = np.nan
-    stats = one.train_step(replace(share, behaviour_logprobs=broken), proximal)
-    assert (stats.updates, stats.skipped) == (1, 1)
-    assert np.isfinite([stats.loss, stats.grad_norm, stats.update_norm, *stats.metrics.values()]).all()
-    assert one.state().scalars["updates"] == 1
-    other = engine()  # the same as if the first minibatch had never been
-    second = replace(share, minibatches=share.minibatches[1:])
-    assert other.train_step(second, proximal).loss == stats.loss
-    assert_close(one.weights(), other.weights(), 0)
-
-
 def test_norms_of_millions_of_elements_are_right():
     spec = replace(SPEC, vocab_size=2**18)
     one = TorchEngine(spec, weights(spec), TRAINING, AlgorithmConfig())
