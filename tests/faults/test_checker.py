@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from blake3 import blake3
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger
 from areal_core.controller.core.tables import Place
 from areal_core.types import GroupSummary, PolicyVersion
-from tests.faults.checker import Findings, check, orphans, totals
+from tests.faults.checker import Findings, check
 from tests.faults.history import History
 
 _STEPS, _GROUPS, _TOKENS = 4, 2, 10  # a group's tokens
@@ -34,15 +32,11 @@ class Left:
     history: History
 
     def check(self) -> Findings:
-        return check(self.run, self.store, self.history.entries(), steps=_STEPS)
+        return check(self.run, self.store, self.history.looks, steps=_STEPS)
 
     def sql(self, statement: str) -> None:
         with closing(sqlite3.connect(self.run / "ledger.sqlite", isolation_level=None)) as ledger:
             ledger.execute(statement)
-
-    def config(self, **rollout: object) -> None:
-        config = {"mode": "async", "rollout": {"batch_selection": "wait", "max_staleness": None, **rollout}}
-        (self.run / "config.json").write_text(json.dumps(config))
 
 
 _PLACE = Place(segment="1", start=0, bytes=1, crc32=0)
@@ -72,11 +66,12 @@ def _weights(left: Left, version: int) -> PolicyVersion:
 
 @pytest.fixture
 def left(tmp_path: Path) -> Iterator[Left]:
-    made = Left(tmp_path / "run", tmp_path / "store", History(tmp_path / "history", tmp_path / "run" / "ledger.sqlite"))
+    made = Left(tmp_path / "run", tmp_path / "store", History(tmp_path / "run" / "ledger.sqlite"))
     (made.run / "weights").mkdir(parents=True)
     (made.store / "final").mkdir(parents=True)
     (made.store / "final" / "model.safetensors").write_bytes(b"final")
-    made.config()
+    config = {"mode": "async", "rollout": {"batch_selection": "wait", "max_staleness": None}}
+    (made.run / "config.json").write_text(json.dumps(config))
     ledger = TrajectoryLedger(made.run / "ledger.sqlite", group_size=1)
     ledger.publish(PolicyVersion(version=0, path="base", digest="base"))
     ledger.counters.join("generation-0", "url", 0)
@@ -150,16 +145,6 @@ def test_violation_is_noticed(tmp_path: Path, left: Left, name: str) -> None:
     assert getattr(left.check(), kind)
 
 
-def test_bound_on_staleness_is_the_runs_own(left: Left) -> None:
-    left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
-    assert totals([left.check(), left.check()])["staleness"] == 2
-    left.config(batch_selection="admit")
-    findings = left.check()
-    assert (findings.problems(), findings.admitted_stale) == ([], 1)
-    left.config(max_staleness=3)
-    assert left.check().problems() == []
-
-
 def test_new_incarnation_may_fix_other_batches(left: Left) -> None:
     left.sql("UPDATE run SET incarnation = 1")
     left.sql("UPDATE groups SET step = CASE step WHEN 3 THEN 4 ELSE 3 END WHERE step >= 3")
@@ -168,27 +153,3 @@ def test_new_incarnation_may_fix_other_batches(left: Left) -> None:
     assert left.check().problems() == []
     left.sql("UPDATE run SET incarnation = 0")
     assert left.check().lost  # it is forgotten
-
-
-def test_looks_after_the_loss_of_power_do_not_count(tmp_path: Path, left: Left) -> None:
-    place = 0
-    history = History(tmp_path / "other", left.run / "ledger.sqlite", place=lambda: place)
-    history.look()
-    place = 10
-    left.sql("UPDATE groups SET step = 9 WHERE step = 4")
-    history.look()
-    left.sql("UPDATE groups SET step = 4 WHERE step = 9")
-    left.history = history
-    assert left.check().lost
-    history.lost_power(5)
-    assert left.check().problems() == []
-
-
-def test_processes_that_are_left_are_found() -> None:
-    mark = f"AREAL_CHECKED={os.getpid()}"
-    environment = {**os.environ, "AREAL_CHECKED": str(os.getpid())}
-    with subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as process:
-        for found in (orphans(mark), orphans("NO=mark", [process.pid])):
-            assert found == [f"{process.pid} sleep 600"]
-        process.kill()
-    assert orphans(mark, [process.pid]) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 from flows.stack import responds
 from tests.support.processes import Daemon, free_port, wait_for
-from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -132,31 +130,6 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert server.held(tracking_id(run)) == expected(range(4000))
     assert "points wait" in log
     assert "responds again" in log
-
-
-@pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
-@pytest.mark.nightly
-def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
-    tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
-    config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})
-    with Launched(config, "watched") as launched:
-        launched.until_step(2)
-        server.signal(signal.SIGSTOP)
-        try:
-            launched.finished()
-        finally:
-            server.signal(signal.SIGCONT)
-        assert "gave up after 5 s (tracking.flush_timeout_s)" in launched.output()
-
-    forwarding = [sys.executable, "-m", "areal_core.tracking", "--run-dir", str(launched.run.root)]
-    assert subprocess.run(forwarding, timeout=120, check=False).returncode == 0
-    tracked = launched.run.info().tracking_run_id
-    assert tracked is not None
-    with closing(Outbox(launched.run.outbox, "watched")) as outbox:
-        recorded = [(key, *point) for key, points in outbox.history().items() for point in points]
-        assert (outbox.unsent(), outbox.refusals()) == (0, [])
-    assert [point[:3] for point in server.held(tracked)] == recorded
-    assert client.get_run(tracked).info.status == "FINISHED"
 
 
 def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:

@@ -82,6 +82,10 @@ rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulate
     rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true
 algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
     algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
+generation.engine=emulated
+    training.engine: must be emulated with generation.engine=emulated, got 'torch'
+generation.engine=emulated training.engine=emulated stop.score=0.5
+    stop.score: must be null where accelerators are emulated and nothing is learnt, got 0.5
 algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
     algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 launch.address=head

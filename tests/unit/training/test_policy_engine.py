@@ -252,16 +252,3 @@ def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lo
     assert after.scalars == before.scalars
     for name, values in before.arrays.items():
         np.testing.assert_array_equal(after.arrays[name], values)
-
-
-def test_a_batch_without_advantages_steps_the_optimiser_alone():
-    algorithm = AlgorithmConfig()
-    one, batch = engine(algorithm, training=TRAINING), share(algorithm)
-    step(one, batch)
-    before = one.weights()
-    still = replace(batch, advantages=np.zeros_like(batch.advantages))
-    stats = step(one, still)
-    assert (stats.updates, stats.grad_norm, stats.loss, stats.trained_tokens) == (1, 0, 0, 0)
-    assert stats.loss_tokens == batch.loss_mask.sum()
-    assert stats.update_norm > 0
-    assert any((one.weights()[name] != values).any() for name, values in before.items())
