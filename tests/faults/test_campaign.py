@@ -65,8 +65,8 @@ def test_run_survives_lost_late_and_repeated_messages(tmp_path: Path) -> None:
 
 
 def test_newest_whole_checkpoint_is_found_in_a_store_that_fails(tmp_path: Path) -> None:
-    """Seeds 62 and 215 flip a byte of a manifest."""
-    found = [objects.strike(tmp_path / str(seed), seed) for seed in (*range(8), 62, 215)]
+    """Some of these seeds flip a byte of a manifest."""
+    found = [objects.strike(tmp_path / str(seed), seed) for seed in range(10)]
     assert [line for one in found for line in one.findings.problems()] == []
     assert set(sum((one.faults for one in found), Counter[str]())) == set(objects.KINDS)
 

@@ -26,7 +26,6 @@ from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows import prune_command
-from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
 
@@ -166,18 +165,6 @@ def test_a_payload_of_a_fixed_batch_is_damaged(config: RunConfig) -> None:
         lost = ledger.execute(waiting, (newest.step,)).fetchone()[0]
     output = finished(config)
     assert ("is damaged: at " in output) == bool(lost)
-
-
-@pytest.mark.recovery
-def test_two_launchers_of_one_run_on_two_machines(config: RunConfig, tmp_path: Path) -> None:
-    """One store, two state folders: the second is refused, and the first goes on."""
-    elsewhere = replace(config, state_dir=str(tmp_path / "elsewhere"), training=replace(config.training, steps=4000))
-    put_base_model(elsewhere)
-    with Launched(elsewhere, "r") as first:
-        first.until_step(1)
-        with Launched(replace(elsewhere, state_dir=config.state_dir), "r") as second:
-            assert "run_id: the run is running already, on " in second.failed()
-        first.until_step(first.step() + 2)
 
 
 @pytest.mark.end_to_end

@@ -52,7 +52,7 @@ class MemoryStore(Folder):
 
     def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
         data = local.read_bytes()
-        self.put_bytes(path, data)
+        attempt(lambda: self.put_bytes(path, data))
         return len(data)
 
     def put_bytes(self, path: str, data: bytes) -> None:
@@ -71,7 +71,7 @@ class MemoryStore(Folder):
         return self._call("get", path, lambda: (self._get(path), self._mark(path) or ""))
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        return local.write_bytes(self.get_bytes(path))
+        return local.write_bytes(attempt(lambda: self.get_bytes(path)))
 
     def get_bytes(self, path: str) -> bytes:
         return self._call("get", path, lambda: self._get(path))
