@@ -49,10 +49,8 @@ def batch_token_advantages(rewards: ArrayLike, lengths: ArrayLike) -> Float64Arr
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
     """r minus the mean of the group's other completions (RLOO), not scaled. [P, G] -> [P, G]."""
     checked = _checked(rewards)
-    there = ~np.isnan(checked)
-    others = there.sum(axis=1, keepdims=True) - 1
-    mean = (np.where(there, checked, 0.0).sum(axis=1, keepdims=True) - checked) / np.maximum(others, 1)
-    return np.where(there & ~_constant(checked, 1), checked - mean, 0.0)
+    count = (~np.isnan(checked)).sum(axis=1, keepdims=True)
+    return _centred(checked, axis=1) * count / np.maximum(count - 1, 1)
 
 
 ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage, but for batch_tokens

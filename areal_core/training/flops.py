@@ -58,10 +58,10 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Rates:
-        cost, head = ModelCost(spec), 2.0 * spec.vocab_size * spec.hidden_size
-        return cls(
-            cost.flops_per_token - head if spec.transformers is None else _matrices(spec), cost.attention_flops, head
-        )
+        # Matrices as long as the vocabulary are embeddings and the output's.
+        matrices = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
+        layers = 2.0 * sum(map(math.prod, matrices))
+        return cls(layers, ModelCost(spec).attention_flops, 2.0 * spec.vocab_size * spec.hidden_size)
 
 
 def forward_flops(rates: Rates, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
@@ -85,13 +85,6 @@ def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     once = forward_flops(rates, prompt, [], shared=True) if shared else 0
     own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
     return GroupCost(3 * once, [3 * flops for flops in own])
-
-
-def _matrices(spec: ModelSpec) -> float:
-    """FLOPs of an input in a model's matrices, by its tensors; those as long as its vocabulary are embeddings and the
-    output's."""
-    shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
-    return 2.0 * sum(map(math.prod, shapes))
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:

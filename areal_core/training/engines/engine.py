@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.errors import ModelError
-from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import Part, allocate, allocate_groups
 from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
@@ -204,23 +202,6 @@ class TrainingEngine(Protocol):
         """Go on from a saved state, whose arrays are whole or such parts. Raises ModelError when it is of another
         model."""
         ...
-
-
-def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
-    """Raises ModelError, one line, for a batch that was not made for this model at this step: tokens outside of its
-    vocabulary, sequences longer than its context, versions that don't exist yet."""
-    if not len(batch.tokens):
-        return
-    where, last = f"the batch of step {batch.step}", spec.vocab_size - 1
-    for token in (int(batch.tokens.max()), int(batch.tokens.min())):
-        if not 0 <= token <= last:
-            raise ModelError(f"{where} holds token {token}: must be from 0 to {last}, the model's vocabulary")
-    if (longest := int(batch.lengths.max())) > spec.context:
-        raise ModelError(f"{where} holds a sequence of {longest} tokens: the model's context is {spec.context}")
-    if (newest := int(batch.versions.max())) >= batch.step:
-        raise ModelError(
-            f"{where} holds a token of version {newest}: must be at most {batch.step - 1}, the version trained on"
-        )
 
 
 def build_batch(

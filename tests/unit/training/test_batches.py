@@ -15,7 +15,7 @@ import pytest
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import Span, pack_group
 from areal_core.config.schema import AlgorithmConfig, load
-from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.errors import ConfigError, ProcessError
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.training.batching import trajectories as module
 from areal_core.training.batching.partition import (
@@ -28,11 +28,11 @@ from areal_core.training.batching.partition import (
     shard,
 )
 from areal_core.training.batching.trajectories import Trajectories
-from areal_core.training.engines.engine import TrainingBatch, build_batch, check_batch
+from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.remote import HeadNode
-from tests.support.training import SPEC, batch, shares_of, whole
+from tests.support.training import SPEC, shares_of, whole
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_data_server_that_is_started_again_is_waited_for(
     assert controller.asked == []
     head_node.close()
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: the head node at http://\S+ does not answer"):
+    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: http://\S+ does not answer"):
         read(copy, controller)
 
 
@@ -287,34 +287,6 @@ def test_what_the_policy_did_not_sample_is_no_loss_token():
     assert batch.loss_tokens == [3]
     both = built([0], payloads={0: group}, algorithm=AlgorithmConfig(truncated="mask"))
     assert both.loss_tokens == [2]
-
-
-@pytest.mark.parametrize(
-    ("fields", "spec", "said"),
-    [
-        ({"tokens": 23}, {}, "the batch of step 3 holds token 23: must be from 0 to 22, the model's vocabulary"),
-        ({"tokens": -1}, {}, "the batch of step 3 holds token -1: must be from 0 to 22, the model's vocabulary"),
-        ({}, {"context": 5}, r"the batch of step 3 holds a sequence of \d+ tokens: the model's context is 5"),
-        (
-            {"versions": 3},
-            {},
-            "the batch of step 3 holds a token of version 3: must be at most 2, the version trained on",
-        ),
-    ],
-)
-def test_a_batch_that_is_not_of_this_model_or_step_is_refused(
-    fields: dict[str, int], spec: dict[str, int], said: str
-) -> None:
-    share = batch(3)
-    check_batch(share, SPEC)
-    broken = {}
-    for name, value in fields.items():
-        broken[name] = getattr(share, name).copy()
-        broken[name][np.flatnonzero(share.loss_mask)[-1]] = value
-    for name, values in broken.items():
-        object.__setattr__(share, name, values)
-    with pytest.raises(ModelError, match=f"^{said}$"):
-        check_batch(share, replace(SPEC, **spec))
 
 
 def trained_on(
