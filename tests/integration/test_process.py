@@ -130,10 +130,11 @@ IN_NATIVE_CODE = """
 import threading, time
 from datetime import timedelta
 from torch.distributed import HashStore
-threading.Thread(target=HashStore().wait, args=(["never"], timedelta(seconds=0.5)), daemon=True).start()
+from areal_core.launch import process
+threading.Thread(target=HashStore().wait, args=(["never"], timedelta(seconds=3)), daemon=True).start()
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(1)
+        sleep(6)
 slow = Slow()
 time.sleep(0.1)
 def main():
@@ -148,7 +149,7 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_threads_of_torch_abort_no_process_that_ends() -> None:
-    child = ended(f"{IN_NATIVE_CODE}\nfrom areal_core.launch import process; process.end_with(main)")
+    child = ended(f"{IN_NATIVE_CODE}\nprocess.end_with(main)")
     assert (child.returncode, child.stdout, child.stderr) == (3, "done\n", "")
 
 

@@ -72,7 +72,7 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
         (["generation", "OPTIONS", "--head", "http://a:b@10.0.0.1:1"], "--head: must hold no user or"),
         (
             ["generation", "OPTIONS", "--head", "http://127.0.0.1:1", "--wait", "0.1"],
-            "--head: nobody has started a run within 0.1 s (--wait): the head node at http://127.0.0.1:1 does not",
+            "--head: nobody has started a run within 0.1 s (--wait): http://127.0.0.1:1 does not",
         ),
     ],
 )
