@@ -1,7 +1,7 @@
 """The independent checker: reads what a run has left, and finds whatever was promised and does not hold.
 
-It shares no code with areal_core: SQL, JSON, hashes and /proc, and the history (history.py) of what was seen while the
-run ran. Where areal_core and this file disagree on what a file means, one of them is wrong.
+It shares no code with areal_core: SQL, JSON and hashes, and the history (history.py) of what was seen while the run
+ran. Where areal_core and this file disagree on what a file means, one of them is wrong.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -22,7 +23,7 @@ from areal_core.config.schema import RunConfig
 from tests.faults.checker import Outcome, check
 from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
-from tests.faults.points import PROCESSES, Point, environment
+from tests.faults.points import PROCESSES, REWARD, Point, environment
 from tests.support.runs import Launched, changed, learning
 
 KINDS = ("trainer", "rank", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
@@ -102,7 +103,7 @@ class Target:
         deadline = time.monotonic() + within_s
         while (left := self.run.processes()) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-        self.result.findings.orphans += [str(_command(pid)) for pid in left]
+        self.result.findings.orphans += [_command(pid) for pid in left]
         self.result.output += self.run.output()
         self.close()
 
@@ -187,10 +188,10 @@ class Target:
         try:
             if kind == "reward":
                 children = self.run.children(self.run.last_pid("controller"))
-                workers = [pid for pid in children if b"spawn_main" in _command(pid)]
+                workers = [pid for pid in children if re.search(REWARD, _command(pid))]
                 return self.chance.choice(workers) if workers else None
             pid = self.run.last_pid("trainer", 1) if kind == "rank" else self.run.last_pid(kind)
-            return pid if str(self.run.run.root).encode() in _command(pid) else None
+            return pid if str(self.run.run.root) in _command(pid) else None
         except (OSError, ValueError):
             return None
 
@@ -348,8 +349,8 @@ def _signal(pid: int, signum: signal.Signals) -> bool:
     return False
 
 
-def _command(pid: int) -> bytes:
+def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it is gone
-        return b""
+        return ""

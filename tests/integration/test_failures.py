@@ -36,21 +36,6 @@ def test_a_run_recovers_from_the_death_of_each_of_its_processes(tmp_path: Path) 
             assert run.output().count(f"{role}-0 was killed by SIGKILL: restart 1 of 2") == 1
 
 
-@pytest.mark.recovery
-def test_stopped_processes_do_not_outlive_a_killed_launcher_and_the_run_goes_on_later(tmp_path: Path) -> None:
-    config = tiny(tmp_path, training={"steps": 6}, evaluation={"enabled": False}, launch={"stop_timeout_s": 2.0})
-    with Launched(config, "stopped") as run:
-        run.until_step(1)
-        for role in ("generation", "controller", "trainer"):
-            os.kill(run.last_pid(role), signal.SIGSTOP)
-        for worker in run.children(run.last_pid("controller")):
-            os.kill(worker, signal.SIGSTOP)
-        run.launcher.kill()
-        run.gone()
-    with Launched(config, "stopped") as run:
-        run.finished()
-
-
 SIZE_MIB = 24
 
 
