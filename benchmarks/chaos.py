@@ -75,7 +75,7 @@ class Chaos:
             self.clock_jumps += found.jumps
             for kind, seconds in found.recovery_s.items():
                 self.recovery_s[kind] += seconds
-            self._note(f"processes, run {turn}: {sum(found.faults.values())} faults", found.findings, found.ends)
+            self._note(f"processes, run {turn}: {sum(found.faults.values())} faults", found.findings)
         _harness.tell(f"points that were not reached: {', '.join(sorted(_names(left))) or 'none'}")
 
     def repeated(self) -> None:
@@ -84,7 +84,7 @@ class Chaos:
         found, same = processes.repeat(self._folder / "repeated", self._seed, kills, steps=steps)
         self.process_faults += found.faults
         self.comparison = {"kills": found.faults.total(), "steps": steps, "bit_identical": same}
-        self._note(f"repeated: {self.comparison}", found.findings, found.ends)
+        self._note(f"repeated: {self.comparison}", found.findings)
 
     def surroundings(self) -> None:
         """Prefect's server, worker and flow run, and MLflow."""
@@ -152,9 +152,9 @@ class Chaos:
             "recoveries": {names[kind]: len(seconds) for kind, seconds in self.recovery_s.items()},
         }
 
-    def _note(self, what: str | None, findings: Findings, ends: list[str] | None = None) -> None:
+    def _note(self, what: str | None, findings: Findings) -> None:
         self.findings.append(findings)
-        for line in [*([what] if what else []), *(f"  {one}" for one in (*findings.problems(), *(ends or [])))]:
+        for line in [*([what] if what else []), *(f"  {one}" for one in findings.problems())]:
             _harness.tell(line)
 
 

@@ -269,11 +269,8 @@ class LaggedTraining:
                 config.task.max_new_tokens,
             ),
             capacity=config.training.microbatch_tokens,
-            min_microbatches=config.training.min_microbatches,
-            mask_truncated=config.algorithm.truncated == "mask",
-            loss_mean=config.algorithm.loss_mean,
+            algorithm=config.algorithm,
             max_new_tokens=config.task.max_new_tokens,
-            regularised=config.algorithm.regularised,
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.errors import ConfigError, RewardError
+from areal_core.errors import RewardError
 
 Float64Array = NDArray[np.float64]
 
@@ -47,18 +47,10 @@ def batch_token_advantages(rewards: ArrayLike, lengths: ArrayLike) -> Float64Arr
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
-    """r minus the mean of the group's other completions (RLOO), not scaled. [P, G] -> [P, G].
-
-    Raises ConfigError for groups of one.
-    """
+    """r minus the mean of the group's other completions (RLOO), not scaled. [P, G] -> [P, G]."""
     checked = _checked(rewards)
-    size = checked.shape[1]
-    if size < 2:
-        raise ConfigError(f"algorithm.group_size: must be at least 2 with leave_one_out, got {size}")
-    there = ~np.isnan(checked)
-    others = there.sum(axis=1, keepdims=True) - 1
-    mean = (np.where(there, checked, 0.0).sum(axis=1, keepdims=True) - checked) / np.maximum(others, 1)
-    return np.where(there & ~_constant(checked, 1), checked - mean, 0.0)
+    count = (~np.isnan(checked)).sum(axis=1, keepdims=True)
+    return _centred(checked, axis=1) * count / np.maximum(count - 1, 1)
 
 
 ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage, but for batch_tokens

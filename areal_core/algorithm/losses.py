@@ -13,7 +13,6 @@ Axes of the means: N completions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from torch import Tensor
 from areal_core.algorithm.divergences import KL_TERMS, k3, log_quotient
 from areal_core.algorithm.objectives import Surrogate, Tokens, find_objective
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.errors import ConfigError
 
 Float64Array = NDArray[np.float64]
 
@@ -38,9 +36,9 @@ class PolicyLoss(NamedTuple):
 def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, untouched: bool = False) -> PolicyLoss:
     """The loss of one share of a minibatch: losses and statistics add up over any partition of it.
 
-    `denominator` is the loss denominator of the PPO minibatch over all ranks (engine.LOSS_MEANS). `untouched`: pi_theta
-    is still the version that is trained on, so that its own tokens show how far trainer and generator disagree;
-    pi_prox, where there is one, shows it at any time.
+    `denominator` is the loss denominator of the PPO minibatch over all ranks (engine.loss_weights). `untouched`:
+    pi_theta is still the version that is trained on, so that its own tokens show how far trainer and generator
+    disagree; pi_prox, where there is one, shows it at any time.
     """
     if config.kl_coef and config.kl_estimator not in KL_TERMS:
         tokens = replace(tokens, advantages=_penalised(tokens, config.kl_coef))
@@ -71,8 +69,7 @@ _UNIT = 1e-3  # nats: bins are even in log r below it, in the logarithm of log r
 _BINS = 1025  # odd: the middle one holds r = 1
 _REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold what lies beyond
 _WIDTH = 2 * _REACH / _BINS
-_NUMBERS = ("tokens", "weight", "weight_squared", "weight_max", "matched", "train_inference_kl")
-_MAXIMUM = _NUMBERS.index("weight_max")
+_NUMBERS = ("tokens", "weight", "weight_squared", "matched", "train_inference_kl")  # sums that are not metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,21 +90,13 @@ class LossStats:
     histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
 
     def __add__(self, other: LossStats) -> LossStats:
-        names = self.sums.keys() | other.sums.keys()
-        total = self.values(names) + other.values(names)
-        total[_MAXIMUM] = max(self.weight_max, other.weight_max)
-        return LossStats.from_values(total, names)
-
-    def values(self, names: Collection[str]) -> NDArray[np.float64]:
-        """All fields in one row, with the sums of the metrics of these names, as `from_values` takes it back."""
-        sums = (self.sums.get(name, 0.0) for name in sorted(names))
-        return np.array([*(getattr(self, name) for name in _NUMBERS), *sums, *self.histogram])
-
-    @classmethod
-    def from_values(cls, values: NDArray[np.float64], names: Collection[str]) -> LossStats:
-        numbers, sums, histogram = np.split(values, np.cumsum((len(_NUMBERS), len(names))))
-        named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
-        return cls(**named, sums=dict(zip(sorted(names), sums.tolist(), strict=True)), histogram=histogram)
+        names = self.sums.keys() | other.sums.keys()  # a share without completions has none
+        return LossStats(
+            **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS},
+            sums={name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names},
+            weight_max=max(self.weight_max, other.weight_max),
+            histogram=self.histogram + other.histogram,
+        )
 
     @property
     def ess(self) -> float:
@@ -149,19 +138,16 @@ def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> Loss
         "policy/entropy": nothing if tokens.entropy is None else tokens.entropy,
         **surrogate.metrics,
     }
-    columns = (
-        mask,
-        weight,
-        weight.square(),
-        torch.cat((weight, weight.new_zeros(1))).max(),
-        matched,
-        k3(log_quotient(own, tokens.behaviour, matched).double()),
-        *(_of_tokens(name, metrics[name], mask) for name in sorted(metrics)),
-    )
+    kl = k3(log_quotient(own, tokens.behaviour, matched).double())
+    columns = (mask, weight, weight.square(), matched, kl, *(_of_tokens(metrics[name], mask) for name in metrics))
     bins = (torch.asinh(log_weight[mask] / _UNIT) / _WIDTH + _BINS / 2).floor().long().clamp(0, _BINS - 1)
-    sums = torch.stack([_total(column) for column in columns])
-    row = torch.cat((sums, bins.bincount(minlength=_BINS).double()))
-    return LossStats.from_values(row.cpu().numpy(), metrics)
+    largest = torch.cat((weight, weight.new_zeros(1))).max()
+    row = torch.stack([largest, *map(_total, columns)])
+    found = torch.cat((row, bins.bincount(minlength=_BINS).double())).cpu().numpy()
+    weight_max, *sums = found[: len(row)].tolist()
+    named = dict(zip(_NUMBERS, sums, strict=False))
+    of_metrics = dict(zip(metrics, sums[len(_NUMBERS) :], strict=True))
+    return LossStats(**named, sums=of_metrics, weight_max=weight_max, histogram=found[len(row) :])
 
 
 def _total(column: Tensor) -> Tensor:
@@ -169,12 +155,7 @@ def _total(column: Tensor) -> Tensor:
     return count.double()
 
 
-def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
+def _of_tokens(values: Tensor | float, mask: Tensor) -> Tensor:
     """A metric's number for each token, [N]; 0 outside the mask."""
     values = torch.as_tensor(values, device=mask.device)
-    if values.shape not in (mask.shape, ()):
-        raise ConfigError(
-            f"algorithm.objective: metric {name} must be a number, or a tensor of one number for each of the "
-            f"{len(mask)} tokens, got shape {list(values.shape)}"
-        )
     return mask & values if values.dtype == torch.bool else values.expand(mask.shape).masked_fill(~mask, 0.0)

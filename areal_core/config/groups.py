@@ -232,8 +232,6 @@ class TrainingConfig:
     adam_eps: float = bounded(1e-5, above=0.0)
     grad_clip: float = bounded(1.0, above=0.0)
     microbatch_tokens: int = bounded(8192, low=1)  # C of Algorithm 1
-    min_microbatches: int = bounded(1, low=1)  # k_min of Algorithm 1
-    on_divergence: str = choice("stop", "stop", "skip")  # what a loss or gradient that is not finite does
     collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
     checkpoint_every: int = bounded(10, low=1)  # steps
     keep_checkpoints: int = bounded(2, low=1)  # the newest ones, which a run can be resumed from

@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, DivergenceError, RunFinished
+from areal_core.errors import ArealError, RunFinished
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models import hub
 from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
 from areal_core.models.folders import read_weights, write_model
 from areal_core.models.spec import read_arrays, read_spec
-from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import DamagedError, Storage
@@ -46,7 +45,6 @@ from areal_core.training.engines.engine import (
     StepStats,
     TrainingBatch,
     build_batch,
-    check_batch,
 )
 from areal_core.training.engines.registry import make_engine
 from areal_core.training.flops import training_cost
@@ -55,7 +53,6 @@ from areal_core.training.publisher import Publisher
 from areal_core.types import STOPPED, BatchGroup, BatchManifest, Float32Array
 
 logger = logging.getLogger(__name__)
-_FRUITLESS_STEPS = 3  # in a row without one finite update, after which training.on_divergence=skip gives up
 
 
 class Trainer:
@@ -86,7 +83,6 @@ class Trainer:
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, self.ranks, run.weights)
-        self._fruitless = 0  # steps in a row without a finite update
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
     def train(self) -> None:
@@ -111,7 +107,7 @@ class Trainer:
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are assembled
                 # anew (a new incarnation): no rank may fetch one before.
-                with heartbeat.waiting("trainer", f"step {self.step}: it is made again"), self.ranks.held_up():
+                with heartbeat.waiting("trainer", f"step {self.step}: it is made again"):
                     if self.publisher is not None:
                         self.publisher.drain()
                 self._meet()
@@ -142,36 +138,14 @@ class Trainer:
             self.publisher.report(self.step, self.meter.values(manifest, stats, times), self.meter.staleness)
 
     def _learn(self, batch: TrainingBatch, times: StepTimes) -> StepStats:
-        """Train on a batch. Raises DivergenceError, with the batch saved for inspection."""
-        proximal = None
-        try:
-            if self.config.recomputes_proximal:
-                proximal = self.engine.proximal_logprobs(batch)
-            times.recomputed = time.monotonic()
-            stats = self.engine.train_step(batch, proximal)
-        except DivergenceError as error:
-            raise DivergenceError(f"{error}; its batch: {self._save_batch(batch, proximal)}") from error
+        """Train on a batch. Raises DivergenceError."""
+        proximal = self.engine.proximal_logprobs(batch) if self.config.recomputes_proximal else None
+        times.recomputed = time.monotonic()
+        stats = self.engine.train_step(batch, proximal)
         times.trained = time.monotonic()
         self.timeline.span("recompute", times.start, times.recomputed, batch.step)
         self.timeline.span("train", times.recomputed, times.trained, batch.step)
-        if stats.skipped:
-            where = self._save_batch(batch, proximal)
-            logger.warning("step %d: %d updates were not finite and are skipped; %s", batch.step, stats.skipped, where)
-        self._fruitless = 0 if stats.updates or not stats.skipped else self._fruitless + 1
-        if self._fruitless == _FRUITLESS_STEPS:
-            raise DivergenceError(
-                f"step {batch.step}: no update was finite in {_FRUITLESS_STEPS} steps in a row, the last one's batch: "
-                f"{self._save_batch(batch, proximal)}"
-            )
         return stats
-
-    def _save_batch(self, batch: TrainingBatch, proximal: Float32Array | None) -> Path:
-        """Save this rank's share of a batch in the run's folder, for inspection."""
-        folder = self.run_dir.root / "diverged"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"step-{batch.step:06d}-rank-{self.rank}.safetensors"
-        write_tensors(path, batch.arrays | ({} if proximal is None else {"proximal_logprobs": proximal}))
-        return path
 
     def _build(self, manifest: BatchManifest, controller: ControllerClient) -> TrainingBatch:
         """This rank's share of the batch. Every rank derives the same partition from the manifest."""
@@ -190,21 +164,16 @@ class Trainer:
             for share in shares
             for part in share
         }
-        batch = build_batch(
+        return build_batch(
             manifest.step,
             shares,
             payloads,
             advantages,
             capacity=config.training.microbatch_tokens,
-            min_microbatches=config.training.min_microbatches,
-            mask_truncated=config.algorithm.truncated == "mask",
-            loss_mean=config.algorithm.loss_mean,
+            algorithm=config.algorithm,
             max_new_tokens=config.task.max_new_tokens,
-            regularised=config.algorithm.regularised,
             share_prompts=self._shares_prompts,
         )
-        check_batch(batch, self.spec)
-        return batch
 
     @property
     def _shares_prompts(self) -> bool:
@@ -235,10 +204,9 @@ class Trainer:
 
     def _newest(self) -> CheckpointInfo | None:
         """Collective. What rank 0 finds."""
-        with self.ranks.held_up():
-            found = checkpoint.newest(self.storage) if self.rank == 0 else None
-            if found is not None and found.step > (known := self.controller.status().step):
-                found = checkpoint.newest(self.storage, last=known)  # else by a launcher that has lost the run
+        found = checkpoint.newest(self.storage) if self.rank == 0 else None
+        if found is not None and found.step > (known := self.controller.status().step):
+            found = checkpoint.newest(self.storage, last=known)  # else by a launcher that has lost the run
         self._meet()
         taken = np.array([0, 0] if found is None else [found.step, found.number])
         step, number = self.ranks.all_reduce_max(taken).tolist()
@@ -248,8 +216,7 @@ class Trainer:
         """Collective. What this rank holds of a checkpoint's state; None where what any rank reads is damaged."""
         damage, read = "", None
         try:
-            with self.ranks.held_up():
-                read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
+            read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
         except DamagedError as error:
             damage = str(error)
             logger.warning("%s", damage)
@@ -279,18 +246,15 @@ class Trainer:
         self._saved = self.step
 
     def _meet(self) -> None:
-        """Wait for ranks that are held up, as long as these are."""
+        """Wait for ranks that a store or a controller may hold up."""
         with heartbeat.waiting("trainer", "all ranks meet"):
-            self.ranks.meet()
+            self.ranks.meet(self.config.storage.patience_s)
 
     def _finish(self, reason: str) -> None:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
         is stopped gets no model: it can be resumed."""
         if self.step != self._saved:
-            with (
-                heartbeat.waiting(heartbeat.STORE, f"step {self._saved}: a checkpoint is being written"),
-                self.ranks.held_up(),
-            ):
+            with heartbeat.waiting(heartbeat.STORE, f"step {self._saved}: a checkpoint is being written"):
                 if self.publisher is not None:
                     self.publisher.make_room()
             self._meet()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live_servers import VLLM_PYTHON, require_vllm
 from tests.support.runs import Launched
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
@@ -57,27 +56,5 @@ def test_one_of_three_servers_is_killed_or_hangs_and_comes_back(
         has_come_back(run, 1, but=server)
         run.finished()
         assert run.output().count(said) == 1
-        check_the_loss(run, 1)
-        check_trajectories(run, published)
-
-
-@pytest.mark.vllm
-@pytest.mark.nightly
-def test_one_of_two_vllm_servers_is_killed_and_comes_back(state: Path) -> None:
-    require_vllm()
-    vllm = {"engine": "vllm", "slots": 64, "vllm": {"python": str(VLLM_PYTHON)}}
-    launch = {"start_timeout_s": 300.0}
-    config = audited(state, servers=2, interruption="recompute", steps=200, generation=vllm, launch=launch)
-    with Launched(config, "vllm") as run, PublishedWeights(run) as published:
-        run.timeout_s = 300.0
-        wrapper = run.pid("generation", 1)
-        (server,) = run.children(wrapper)
-        run.until_step(5)
-        until_it_decodes(run, 1)
-        os.kill(server, signal.SIGKILL)
-        has_come_back(run, 1, but=wrapper)
-        run.finished()
-        # By itself, or by the launcher, which the controller told first.
-        assert re.search(r"generation-1 (was killed by SIGKILL|exited with code 1): restart 1 of 2", run.output())
         check_the_loss(run, 1)
         check_trajectories(run, published)

@@ -1,24 +1,23 @@
 """The independent checker: reads what a run has left, and finds whatever was promised and does not hold.
 
-It shares no code with areal_core: SQL, JSON, hashes and /proc, and the history (history.py) of what was seen while the
-run ran. Where areal_core and this file disagree on what a file means, one of them is wrong.
+It shares no code with areal_core: SQL, JSON and hashes, and the history (history.py) of what was seen while the run
+ran. Where areal_core and this file disagree on what a file means, one of them is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterable
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from areal_core.models.verified import weights_digest
-from tests.faults.history import look_at, looks
+from tests.faults.history import Look, Moved, look_at
 
 _ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
 
@@ -64,35 +63,22 @@ class Outcome:
         self.findings.unresumable.append(f"{what}: {(self.output.strip().splitlines() or ['nothing'])[-1]}")
 
 
-def check(run: Path, store: Path, entries: list[dict[str, Any]], *, steps: int) -> Findings:
+def check(run: Path, store: Path, looks: Iterable[Look | Moved | None], *, steps: int) -> Findings:
     """Check a run that should have come to its end after `steps` steps. `run` is its folder, `store` its part of the
-    store, and `entries` its history."""
+    store, and `looks` its history."""
     findings = Findings()
     if not (run / "summary.json").exists():
         findings.unresumable.append(f"{run} has no summary.json")
         return findings
     with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         ledger.row_factory = sqlite3.Row
-        rows, versions = _check_history(ledger, entries, findings)
+        rows, versions = _check_history(ledger, looks, findings)
         _check_batches(ledger, rows, steps, findings)
         _check_staleness(rows, json.loads((run / "config.json").read_text()), findings)
         _check_tokens(ledger, json.loads((run / "summary.json").read_text()), findings)
         _check_weights(ledger, run / "weights", findings)
         _check_checkpoints(versions, store, steps, findings)
     return findings
-
-
-def orphans(mark: str, groups: Collection[int] = ()) -> list[str]:
-    """Processes that have `mark` ("NAME=value") in their environment, or belong to one of these process groups."""
-    found: list[str] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            marked = mark.encode() in (entry / "environ").read_bytes().split(b"\0")
-            if marked or os.getpgid(int(entry.name)) in groups:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if command:  # a zombie has none
-                    found.append(f"{entry.name} {command}")
-    return found
 
 
 def _check_batches(
@@ -119,7 +105,7 @@ def _check_batches(
 
 
 def _check_history(
-    ledger: sqlite3.Connection, entries: list[dict[str, Any]], findings: Findings
+    ledger: sqlite3.Connection, looks: Iterable[Look | Moved | None], findings: Findings
 ) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
     """Within an incarnation, a batch that was fixed and a version that was published stay what they were. Returns the
     groups of all batches and the hashes of all versions: the ledger's, and those that were seen before it folded
@@ -138,31 +124,37 @@ def _check_history(
         for group in [group for group, step in steps_of.items() if step >= beyond]:
             del steps_of[group]
 
-    for look in (*looks(entries), {"kind": "look", "gone": [], **asdict(last)}):
-        if look["kind"] == "moved":  # what came after the newest checkpoint is lost with the machine
-            forget(look["step"] + 1)
+    previous = None
+    for look in (*looks, last):
+        if isinstance(look, Moved):  # what came after the newest checkpoint is lost with the machine
+            forget(look.step + 1)
             current = -1
+        if not isinstance(look, Look):
+            previous = None
             continue
         if current == -1:
-            current = look["incarnation"]
-        if look["incarnation"] < current:
-            findings.lost.append(f"incarnation {current} was followed by {look['incarnation']}")
-        if look["incarnation"] != current:
-            current = look["incarnation"]
-            forget(look["folded"])  # nothing that earlier steps depend on changes any more
-        findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in look["gone"]]
-        for step, batch in look["rows"].items():
+            current = look.incarnation
+        if look.incarnation < current:
+            findings.lost.append(f"incarnation {current} was followed by {look.incarnation}")
+        if look.incarnation != current:
+            current = look.incarnation
+            forget(look.folded)  # nothing that earlier steps depend on changes any more
+        if previous is not None and previous.incarnation == current:
+            gone = [step for step in previous.rows if step not in look.rows and step >= look.folded]
+            findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in gone]
+        previous = look
+        for step, batch in look.rows.items():
             groups, before = _groups(batch), _groups(rows.setdefault(step, batch))
             if before != groups:
                 findings.lost.append(f"the batch of step {step} was {before}, and {groups} later")
             for group in groups:
                 if steps_of.setdefault(group, step) != step:
                     findings.used_twice.append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
-        for version, digest in look["versions"].items():
+        for version, digest in look.versions.items():
             if versions.setdefault(version, digest) != digest:
                 findings.versions.append(f"version {version} was {versions[version]}, and {digest} later")
-        versions.update(look["versions"])
-        rows.update(look["rows"])
+        versions.update(look.versions)
+        rows.update(look.rows)
     for what, known, held in (("the batch of step", rows, last.rows), ("version", versions, last.versions)):
         missing = [number for number in known if number not in held and number >= last.folded]
         findings.lost += [f"{what} {number} is gone at the end" for number in missing]
@@ -244,12 +236,8 @@ def _wrong_files(folder: Path, entries: dict[str, dict[str, Any]]) -> Iterable[s
         file = folder / name
         if not file.exists():
             yield f"{file} is missing"
-        elif file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
+        elif file.stat().st_size != entry["bytes"] or hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
             yield f"{file} is not what its manifest says"
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
 
 
 def totals(found: Iterable[Findings]) -> Counter[str]:

@@ -11,6 +11,8 @@ above it as well.
 
 from __future__ import annotations
 
+import atexit
+import copy
 import mmap
 import os
 import random
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _HEADER = struct.Struct("=IIQQQQQQ")
 _MAGIC = 0x4B534944
@@ -43,8 +46,7 @@ class Op(IntEnum):
     SYNC_ALL = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One call of one process. Fields as in power.c."""
 
     op: Op
@@ -56,24 +58,19 @@ class Record:
     data: bytes
 
 
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the library is; removed when this process ends."""
-    return tempfile.TemporaryDirectory(prefix="areal-power-")
-
-
 def compiler() -> str | None:
     """A C compiler, without which there is no library."""
     return shutil.which("cc") or shutil.which("gcc")
 
 
 @cache
-def library() -> Path:
-    """The compiled library. Raises CalledProcessError."""
-    made = Path(_folder().name) / "power.so"
-    command = [compiler() or "cc", "-O2", "-shared", "-fPIC", "-o", made, _SOURCE, "-ldl"]
+def library() -> str:
+    """The compiled library, removed when this process ends. Raises CalledProcessError."""
+    folder = tempfile.mkdtemp(prefix="areal-power-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [compiler() or "cc", "-O2", "-shared", "-fPIC", "-o", f"{folder}/power.so", _SOURCE, "-ldl"]
     subprocess.run(command, check=True, capture_output=True)
-    return made
+    return f"{folder}/power.so"
 
 
 class Clock:
@@ -84,7 +81,7 @@ class Clock:
         self._file = file
 
     def environment(self) -> dict[str, str]:
-        return {"LD_PRELOAD": str(library()), "AREAL_CLOCK": str(self._file)}
+        return {"LD_PRELOAD": library(), "AREAL_CLOCK": str(self._file)}
 
     def jump(self, seconds: float) -> None:
         """From now on, the clock is wrong by so much."""
@@ -104,7 +101,7 @@ class Disk:
 
     def environment(self) -> dict[str, str]:
         """Of processes whose files are to be followed, and of those that they start."""
-        return {"LD_PRELOAD": str(library()), "AREAL_DISK_ROOT": str(self.root), "AREAL_DISK_LOG": str(self._logs)}
+        return {"LD_PRELOAD": library(), "AREAL_DISK_ROOT": str(self.root), "AREAL_DISK_LOG": str(self._logs)}
 
     def now(self) -> int:
         """The number of records so far: power may be lost after any of them."""
@@ -118,7 +115,7 @@ class Disk:
 
     def image(self, target: Path, cut: int, seed: int) -> None:
         """Write what the disk may hold when power is lost after record `cut` to the new folder `target`."""
-        tree = self._before.copy()
+        tree = copy.deepcopy(self._before)
         for record in self.records():
             if record.sequence <= cut:
                 tree.apply(record)
@@ -133,18 +130,33 @@ class Disk:
 
 
 def _read(data: bytes) -> Iterator[Record]:
-    """The records of a log; the last one is left out where its process was killed while it wrote."""
+    """The records of a log; one is left out where its process was killed while it wrote."""
     at = 0
-    while at + _HEADER.size <= len(data):
+    while 0 <= at <= len(data) - _HEADER.size:
         magic, op, sequence, start, inode, a, b, length = _HEADER.unpack_from(data, at)
         end = at + _HEADER.size + length
-        if magic != _MAGIC or end > len(data):
+        if magic == _MAGIC and end <= len(data):
+            yield Record(Op(op), sequence, start, inode, a, b, data[at + _HEADER.size : end])
+            at = end
+        else:
             at = data.find(struct.pack("=I", _MAGIC), at + 1)
-            if at < 0:
-                return
-            continue
-        yield Record(Op(op), sequence, start, inode, a, b, data[at + _HEADER.size : end])
-        at = end
+
+
+class _Loss:
+    """Which of some changes, in their order, a loss of power leaves: all, none, some by chance, or those before one,
+    which is itself `torn`; or all are torn."""
+
+    def __init__(self, count: int, chance: random.Random, *modes: str) -> None:
+        self._mode = chance.choice(("all", "none", "some", "prefix", *modes))
+        self._last = chance.randrange(count + 1)
+        self._chance = chance
+
+    def keeps(self, number: int) -> bool:
+        some = self._mode == "some" and self._chance.random() < 0.5
+        return self._mode == "all" or some or (self._mode == "prefix" and number < self._last)
+
+    def tears(self, number: int) -> bool:
+        return self._mode == "torn" or (self._mode == "prefix" and number == self._last)
 
 
 @dataclass(slots=True)
@@ -184,14 +196,11 @@ class _File:
 
     def after(self, chance: random.Random) -> bytes:
         """What is there after the loss."""
-        content = bytearray(self.content)
-        mode = chance.choice(("all", "none", "some", "torn", "prefix"))
-        last = chance.randrange(len(self.changes) + 1)
+        content, loss = bytearray(self.content), _Loss(len(self.changes), chance, "torn")
         for number, change in enumerate(self.changes):
-            kept = mode == "all" or (mode == "prefix" and number < last) or (mode == "some" and chance.random() < 0.5)
-            if change.synced or kept:
+            if change.synced or loss.keeps(number):
                 change.apply(content)
-            elif mode == "torn" or (mode == "prefix" and number == last):
+            elif loss.tears(number):
                 change.apply(content, chance)
         return bytes(content)
 
@@ -219,24 +228,14 @@ class _Naming:
 class _Tree:
     """Files and folders by numbers that are never used twice, as inodes are."""
 
-    def __init__(self, root: Path | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self._files: dict[int, _File] = {}
         self._folders: dict[int, dict[str, int]] = {}  # as it is on the disk for certain
         self._live: dict[int, dict[str, int]] = {}  # as processes see it
         self._numbers: dict[int, int] = {}  # inode -> number
         self._next = 0
         self._namings: list[_Naming] = []
-        if root is not None:
-            self._root = self._scan(root)
-
-    def copy(self) -> _Tree:
-        copied = _Tree()
-        copied._files = {number: _File(file.content) for number, file in self._files.items()}
-        copied._folders = {number: dict(names) for number, names in self._folders.items()}
-        copied._live = {number: dict(names) for number, names in self._folders.items()}
-        copied._numbers, copied._next = dict(self._numbers), self._next
-        copied._root = self._root
-        return copied
+        self._root = self._scan(root)
 
     def _scan(self, folder: Path) -> int:
         number = self._number(folder.stat().st_ino)
@@ -259,11 +258,10 @@ class _Tree:
     # -- while there is power --------------------------------------------------------------------------------------
 
     def apply(self, record: Record) -> None:
-        if record.op is Op.WRITE:
-            change = _Change(record.sequence, record.a, record.data, bool(record.b))
-            self._file(record.inode).changes.append(change)
-        elif record.op is Op.TRUNCATE:
-            self._file(record.inode).changes.append(_Change(record.sequence, record.a, None, synced=False))
+        if record.op in (Op.WRITE, Op.TRUNCATE):
+            written = record.op is Op.WRITE
+            change = _Change(record.sequence, record.a, record.data if written else None, written and bool(record.b))
+            self._files.setdefault(self._number(record.inode), _File()).changes.append(change)
         elif record.op is Op.SYNC:
             self._sync(self._number(record.inode), record.start)
         elif record.op is Op.SYNC_ALL:
@@ -271,9 +269,6 @@ class _Tree:
                 self._sync(number, record.start)
         else:
             self._rename(record)
-
-    def _file(self, inode: int) -> _File:
-        return self._files.setdefault(self._number(inode), _File())
 
     def _rename(self, record: Record) -> None:
         if record.op is Op.LINK:
@@ -328,21 +323,18 @@ class _Tree:
 
     def write(self, target: Path, chance: random.Random) -> None:
         folders = {number: dict(self._folders.get(number, {})) for number in {*self._folders, *self._live}}
-        mode = chance.choice(("all", "none", "prefix", "some"))
-        last = chance.randrange(len(self._namings) + 1)
+        loss = _Loss(len(self._namings), chance)
         for number, naming in enumerate(self._namings):
-            kept = mode == "all" or (mode == "prefix" and number < last) or (mode == "some" and chance.random() < 0.5)
-            if naming.synced or kept:
+            if naming.synced or loss.keeps(number):
                 naming.apply(folders)
-        self._write_folder(target, self._root, folders, chance)
 
-    def _write_folder(
-        self, target: Path, folder: int, folders: dict[int, dict[str, int]], chance: random.Random
-    ) -> None:
-        target.mkdir()
-        for name, number in sorted(folders[folder].items()):
-            if number in folders:
-                self._write_folder(target / name, number, folders, chance)
-            else:
-                known = self._files.get(number, _File())  # none: who looks on has made it, as SQLite does
-                (target / name).write_bytes(known.after(chance))
+        def write(target: Path, folder: int) -> None:
+            target.mkdir()
+            for name, number in sorted(folders[folder].items()):
+                if number in folders:
+                    write(target / name, number)
+                else:
+                    known = self._files.get(number, _File())  # none: who looks on has made it, as SQLite does
+                    (target / name).write_bytes(known.after(chance))
+
+        write(target, self._root)

@@ -1,20 +1,16 @@
-"""The raw history of a run that faults befall: one line of JSON for every fault and for whatever is new in the ledger.
+"""What the ledger of a run held while faults befell it: the harness's own looks, by SQL.
 
-The looks are the harness's own, by SQL: what was once seen can be held against what the run says later. A look is of
-the ledger as any process sees it; after a loss of power, those that came after the cut are taken back.
+What was once seen can be held against what the run says later. A look is of the ledger as any process sees it; after a
+loss of power, those that came after the cut are taken back.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sqlite3
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 _WAIT_S = 5.0  # for the ledger to be readable: whoever opens it first recovers its log
 
@@ -28,18 +24,14 @@ class Look:
     folded: int = 0  # rows of earlier steps, versions among them, may be gone
     # Fixed batches by step; of each group: group, prompt, oldest and newest version of its tokens.
     rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
+    place: int = field(default=0, compare=False)  # among the records of the disk
 
 
-def read_ledger(path: Path) -> Look | None:
-    """None while no process has the ledger open, or where it can't be read: it may be about to be restored."""
-    if not path.with_name(f"{path.name}-shm").exists():  # nobody has it open, and a look would make this file
-        return None
-    try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_WAIT_S)) as ledger:
-            ledger.execute("BEGIN")
-            return look_at(ledger)
-    except (sqlite3.Error, TypeError):  # it is being made, replaced or recovered; or it is damaged
-        return None
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The run's folder is lost; it goes on from what the checkpoint of `step` holds."""
+
+    step: int
 
 
 def look_at(ledger: sqlite3.Connection) -> Look:
@@ -56,65 +48,33 @@ def look_at(ledger: sqlite3.Connection) -> Look:
 
 
 class History:
-    """The history of one run, in a file that is only appended to."""
+    """The looks at one run's ledger, without those that saw nothing new."""
 
-    def __init__(self, file: Path, ledger: Path, *, place: Callable[[], int] = lambda: 0) -> None:
-        """`place` gives the place of a look among the records of the disk."""
-        self.file = file
+    def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
-        self._place = place
-        self._last = Look()
+        self._kept = 0  # looks that earlier losses of power have been applied to
+        self.looks: list[Look | Moved | None] = []  # None for a loss of power
 
-    def look(self) -> Look | None:
-        """What the ledger holds; what is new in it is written."""
-        if (seen := read_ledger(self._ledger)) is None:
+    def look(self, place: Callable[[], int] = lambda: 0) -> Look | None:
+        """What the ledger holds. None while no process has it open, which a look would do, or where it can't be read:
+        it is being made, replaced or recovered. `place` gives that of a look among the records of the disk."""
+        if not self._ledger.with_name(f"{self._ledger.name}-shm").exists():
             return None
-        if seen != self._last:
-            last = self._last if seen.incarnation == self._last.incarnation else Look()
-            self.write(
-                "look",
-                incarnation=seen.incarnation,
-                versions={k: v for k, v in seen.versions.items() if last.versions.get(k) != v},
-                rows={k: v for k, v in seen.rows.items() if last.rows.get(k) != v},
-                folded=seen.folded,
-                gone=sorted(step for step in set(last.rows) - set(seen.rows) if step >= seen.folded),
-                place=self._place(),
-            )
-            self._last = seen
+        try:
+            with closing(sqlite3.connect(f"file:{self._ledger}?mode=ro", uri=True, timeout=_WAIT_S)) as ledger:
+                ledger.execute("BEGIN")
+                seen = look_at(ledger)
+        except (sqlite3.Error, TypeError):
+            return None
+        if not self.looks or self.looks[-1] != seen:
+            self.looks.append(replace(seen, place=place()))
         return seen
 
     def lost_power(self, cut: int) -> None:
         """Looks after record `cut` of the disk saw what is gone."""
-        self.write("power", cut=cut)
-        self._last = Look()
+        since = self.looks[self._kept :]
+        self.looks[self._kept :] = [*(look for look in since if isinstance(look, Look) and look.place <= cut), None]
+        self._kept = len(self.looks)
 
     def moved(self, step: int) -> None:
-        """The run's folder is lost; it goes on from what the checkpoint of `step` holds."""
-        self.write("moved", step=step)
-        self._last = Look()
-
-    def write(self, kind: str, **values: Any) -> None:
-        with self.file.open("a") as file:
-            file.write(json.dumps({"kind": kind, "time": time.time(), "by": os.getpid(), **values}) + "\n")
-
-    def entries(self) -> list[dict[str, Any]]:
-        """All that still counts."""
-        kept: list[dict[str, Any]] = []
-        since = 0  # entries that earlier losses of power have been applied to
-        for line in self.file.read_text().splitlines() if self.file.exists() else []:
-            entry = json.loads(line)
-            if entry["kind"] == "power":
-                later = [e for e in kept[since:] if e["kind"] != "look" or e["place"] <= entry["cut"]]
-                kept[since:] = later
-                since = len(kept) + 1
-            kept.append(entry)
-        return kept
-
-
-def looks(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The looks and the moves among them, with numbers for keys again."""
-    for entry in entries:
-        if entry["kind"] == "moved":
-            yield entry
-        elif entry["kind"] == "look":
-            yield entry | {name: {int(k): v for k, v in entry[name].items()} for name in ("versions", "rows")}
+        self.looks.append(Moved(step))

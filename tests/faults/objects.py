@@ -12,16 +12,17 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
-from areal_core.storage.folder import Folder
 from areal_core.storage.objects import Storage
-from areal_core.storage.patience import Attempt, Clock, Patience
+from areal_core.storage.patience import Clock, Patience
 from tests.faults.checker import Outcome
+from tests.support.memory_store import MemoryStore
 
-KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "twice", "flapping")
+T = TypeVar("T")
+KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "flapping")
 _SILENT = ("cut short", "flipped", "missing")  # the caller is told that all went well
 _LEDGER = checkpoint.ledger_name("1")
 _EVERY = 2  # steps between two checkpoints
@@ -30,51 +31,40 @@ _TRIES = 100  # of a resume under faults, at most
 _BURST = 6  # calls in a row that a flapping store fails, at most
 
 
-class FaultyFiles(Folder):
-    """A kind of store, as `Storage` uses it, that strikes with probability `chance` at every request."""
+class FaultyStore(MemoryStore):
+    """A store that strikes with probability `chance` at every request."""
 
-    def __init__(self, folder: Path, chance: random.Random, faults: Counter[str], *, probability: float) -> None:
-        self._folder = str(folder)
+    def __init__(self, chance: random.Random, faults: Counter[str], *, probability: float) -> None:
+        super().__init__()
         self._chance = chance
         self._faults = faults
         self.probability = probability
         self._burst = 0  # calls that are still to fail
-        self._late: dict[str, int] = {}  # path -> listings that do not show it yet
+        self.late: dict[str, int] = {}  # path -> listings that do not show it yet
         self.damaged: set[str] = set()  # paths whose content is not what was put, until they are put again
 
-    def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
-        attempt(lambda: self._put(local.read_bytes(), path))
-
     def put_bytes(self, path: str, data: bytes) -> None:
-        self._put(data, path)
-
-    def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
-        attempt(lambda: self._call(lambda: super(FaultyFiles, self).get_file(path, local, lambda work: work())))
-
-    def get_bytes(self, path: str) -> bytes:
-        return self._call(lambda: super(FaultyFiles, self).get_bytes(path))
+        kind = self._kind(KINDS)
+        if kind == "failed":
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+        if kind != "missing":
+            self.objects[path] = self._spoilt(data, kind)
+        if kind == "late":
+            self.late[path] = self._chance.randrange(1, 4)
+        (self.damaged.add if kind in (*_SILENT, "torn") else self.damaged.discard)(path)
+        if kind in ("lost response", "torn"):
+            raise ConnectionResetError(104, "Connection reset by peer")
 
     def sizes(self, path: str) -> dict[str, int]:
-        found = self._call(lambda: super(FaultyFiles, self).sizes(path))
-        for late, left in list(self._late.items()):
+        found = super().sizes(path)
+        for late in self.late:
             found.pop(late, None)
-            self._late[late] = left - 1
-            if left == 1:
-                del self._late[late]
+        self.late = {late: left - 1 for late, left in self.late.items() if left > 1}
         return found
-
-    def delete(self, path: str) -> None:
-        self._call(lambda: super(FaultyFiles, self).delete(path))
-
-    @property
-    def late(self) -> bool:
-        """Something that was put is not listed yet."""
-        return bool(self._late)
 
     def settle(self) -> None:
         """No fault strikes any more, and what was late has arrived."""
-        self.probability, self._burst = 0.0, 0
-        self._late.clear()
+        self.probability, self._burst, self.late = 0.0, 0, {}
 
     def _kind(self, kinds: tuple[str, ...]) -> str | None:
         if self._burst:
@@ -90,34 +80,20 @@ class FaultyFiles(Folder):
             return "failed"
         return kind
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, what: str, path: str, work: Callable[[], T]) -> T:
         kind = self._kind(("failed", "lost response", "flapping"))
         if kind == "failed":
             raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-        result = call()
+        result = work()
         if kind == "lost response":
             raise ConnectionResetError(104, "Connection reset by peer")
         return result
 
-    def _put(self, data: bytes, path: str) -> None:
-        kind = self._kind(KINDS)
-        if kind == "failed":
-            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-        if kind != "missing":
-            super().put_bytes(path, self._spoilt(data, kind))
-        if kind == "twice":
-            super().put_bytes(path, data)
-        if kind == "late":
-            self._late[path] = self._chance.randrange(1, 4)
-        (self.damaged.add if kind in (*_SILENT, "torn") else self.damaged.discard)(path)
-        if kind in ("lost response", "torn"):
-            raise ConnectionResetError(104, "Connection reset by peer")
-
     def _spoilt(self, data: bytes, kind: str | None) -> bytes:
+        place = self._chance.randrange(len(data))
         if kind in ("torn", "cut short"):
-            return data[: self._chance.randrange(len(data))]
+            return data[:place]
         if kind == "flipped":
-            place = self._chance.randrange(len(data))
             return data[:place] + bytes([data[place] ^ (1 << self._chance.randrange(8))]) + data[place + 1 :]
         return data
 
@@ -128,22 +104,15 @@ class _Run:
     def __init__(self, folder: Path, seed: int, *, probability: float) -> None:
         self.result, self._seed = Outcome(), seed
         self._chance = random.Random(seed)
-        self._root = folder / "store"
-        self._scratch = folder / "scratch"
+        self._scratch = folder
         self._scratch.mkdir(parents=True)
-        self._files = FaultyFiles(self._root, self._chance, self.result.faults, probability=probability)
+        self._files = FaultyStore(self._chance, self.result.faults, probability=probability)
         # Pauses between two tries take no time; a burst of failures may outlast the patience.
-        patience = Patience(self._chance.choice((0.0, 1.0, 60.0)), Clock(self._now, self._sleep), quiet=True)
-        self._time = 0.0
-        self._store = Storage(self._files, str(self._root), "s3://bucket/run", patience)
+        clock = Clock(self._files.clock, self._files.sleep)
+        patience = Patience(self._chance.choice((0.0, 1.0, 60.0)), clock, quiet=True)
+        self._store = Storage(self._files, "store", "s3://bucket/run", patience)
         self._committed: list[int] = []  # those that a caller was told of, and that were not pruned
         self._freed = 0  # payloads up to this step
-
-    def _now(self) -> float:
-        return self._time
-
-    def _sleep(self, seconds: float) -> None:
-        self._time += seconds
 
     def run(self, checkpoints: int) -> Outcome:
         step = 0
@@ -182,7 +151,7 @@ class _Run:
         """Go on from the newest checkpoint, as soon as the store lets us look; returns its step."""
         found, late = None, False
         for attempt in range(_TRIES):
-            late = self._files.late
+            late = bool(self._files.late)
             if attempt == _TRIES - 1:
                 self._files.settle()
             try:
@@ -213,15 +182,14 @@ class _Run:
     def _compare(self, info: checkpoint.CheckpointInfo, files: dict[str, Path]) -> None:
         wanted = self._content(info.step)
         told = (info.extra.get("engine"), info.extra.get(checkpoint.VERSION))
-        if {name: path.read_bytes() for name, path in files.items()} != wanted:
+        found = {name: path.read_bytes() for name, path in files.items()}
+        if (found, told) != (wanted, ({"updates": info.step}, f"{info.step:064d}")):
             self.result.findings.checkpoints.append(
-                f"seed {self._seed}: {info.folder}, of step {info.step} as it says, holds other files"
+                f"seed {self._seed}: {info.folder} holds other files, or says {told}"
             )
-        elif told != ({"updates": info.step}, f"{info.step:064d}"):
-            self.result.findings.checkpoints.append(f"seed {self._seed}: {info.folder} says {told}")
 
     def _damaged(self, step: int) -> bool:
-        folder = f"{self._root}/{checkpoint.folder_name(step, 0)}/"
+        folder = f"store/{checkpoint.folder_name(step, 0)}/"
         return any(path.startswith(folder) for path in self._files.damaged)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from areal_core.config.schema import RunConfig
 from areal_core.storage.objects import Storage
 from tests.faults.checker import Outcome, check
 from tests.faults.disk import Disk
@@ -36,33 +37,24 @@ _PAUSE_S = 2.0  # at most, between two outages
 def lose_messages(folder: Path, seed: int, *, steps: int = 60) -> Outcome:
     """Run in the new `folder`, to its end; requests and responses between its processes are lost, late and repeated, as
     `seed` says."""
-    result = Outcome()
-    markers, state = folder / "markers", folder / "state"
+    result, markers, state = Outcome(), folder / "markers", folder / "state"
     markers.mkdir(parents=True)
-    config = learning(
-        state,
-        training={"steps": steps, "checkpoint_every": 5, "keep_checkpoints": 3},
-        launch={"restarts": 1000, "stop_timeout_s": 3.0},
-    )
+    launch = {"restarts": 1000, "stop_timeout_s": 3.0}
+    config = learning(state, training={"steps": steps, "checkpoint_every": 5, "keep_checkpoints": 3}, launch=launch)
 
-    def fault(name: str, process: str, target: str, when: str, action: str, **fields: Any) -> dict[str, Any]:
-        values = {"name": name, "process": process, "target": target, "when": when, "action": action, "nth": 1}
-        return {"where": "", **values, **fields, "seed": seed, "marker": str(markers / name)}
+    def fault(name: str, target: str, when: str, action: str, chance: float, **fields: str) -> dict[str, Any]:
+        about = {"name": name, "target": target, "when": when, "action": action, "chance": chance, "nth": 1}
+        return {"process": _CLIENTS, "where": "", **about, **fields, "seed": seed, "marker": str(markers / name)}
 
     faults = [
-        fault("request lost", _CLIENTS, "http.client:HTTPConnection.request", "enter", "reset", chance=0.04),
-        fault("response lost", _CLIENTS, "http.client:HTTPConnection.getresponse", "exit", "reset", chance=0.04),
-        fault("late", _CLIENTS, _CALL, "enter", "delay:0.02", chance=0.1),
-        fault("repeated late", TRAINER, _CALL, "exit", "echo", chance=0.2, where="'POST'"),
+        fault("request lost", "http.client:HTTPConnection.request", "enter", "reset", 0.04),
+        fault("response lost", "http.client:HTTPConnection.getresponse", "exit", "reset", 0.04),
+        fault("late", _CALL, "enter", "delay:0.02", 0.1),
+        fault("repeated late", _CALL, "exit", "echo", 0.2, process=TRAINER, where="'POST'"),
     ]
-    with patch.dict(os.environ, environment(faults, os.environ.get("PYTHONPATH", ""))):
-        launched = Launched(config, _RUN)
-    with launched as run:
-        ended = _ended(run, seed, result)
+    if run := _ended(config, seed, result, environment(faults, os.environ.get("PYTHONPATH", ""))):
+        result.findings = check(run.run.root, state / "store" / "runs" / _RUN, (), steps=steps)
     result.faults.update({file.name: file.stat().st_size for file in markers.iterdir()})
-    if ended:
-        store, history = state / "store" / "runs" / _RUN, _history(folder, state)
-        result.findings = check(run.run.root, store, history.entries(), steps=steps)
     return result
 
 
@@ -77,7 +69,7 @@ def lose_store(folder: Path, seed: int, outages: int) -> Outcome:
             storage={"url": "s3://areal/chaos", "endpoint_url": gateway.endpoint_url},
             training={"steps": _OUTAGE_STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
         )
-        history = _history(folder, state)
+        history = _history(state)
         with Launched(config, _RUN) as run:
             run.until_step(2)
             for left in reversed(range(outages)):
@@ -85,7 +77,6 @@ def lose_store(folder: Path, seed: int, outages: int) -> Outcome:
                 kill = chance.random() < 0.5
                 (gateway.kill if kill else gateway.stop)()
                 result.faults["s3 SIGKILL" if kill else "s3 SIGSTOP"] += 1
-                history.write("fault", process="s3", signal="SIGKILL" if kill else "SIGSTOP")
                 _look_for(history, chance.uniform(*_AWAY_S))
                 if left:
                     (gateway.start if kill else gateway.go_on)()
@@ -97,64 +88,68 @@ def lose_store(folder: Path, seed: int, outages: int) -> Outcome:
             return result
         seen = history.look()
         steps = max(seen.rows if seen else (), default=run.step()) + _MORE_STEPS
-        with Launched(changed(config.to_dict(), training={"steps": steps}), _RUN) as run:
-            if not _ended(run, seed, result):
-                return result
-        _mirror(Storage.open(f"{config.storage.url}/runs/{_RUN}", gateway.endpoint_url), folder / "store")
-    result.findings = check(run.run.root, folder / "store", history.entries(), steps=steps)
+        if not _ended(changed(config.to_dict(), training={"steps": steps}), seed, result):
+            return result
+        storage = Storage.open(f"{config.storage.url}/runs/{_RUN}", gateway.endpoint_url)
+        for name in storage.list():  # into a folder, which the checker reads
+            (file := folder / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(storage.get_bytes(name))
+    result.findings = check(run.run.root, folder / "store", history.looks, steps=steps)
     return result
 
 
 def lose_power(folder: Path, seed: int, losses: int) -> Outcome:
     """Run in the new `folder` on a disk that forgets what was not synced, lose power up to `losses` times, at moments
     and with losses chosen by `seed`, go on each time, and check what there is at the end."""
-    chance = random.Random(seed)
-    state = folder / "state"
+    chance, result, state = random.Random(seed), Outcome(), folder / "state"
     state.mkdir(parents=True)
     config = learning(
         state,
         rollout={"batch_selection": random.Random(seed).choice(("wait", "drop", "admit"))},
         training={"steps": _POWER_STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
     )
-    result = Outcome()
+    history = _history(state)
     for number in range(losses + 1):
         disk = Disk(state, folder / f"disk-{number}")
-        history = History(folder / "history.jsonl", state / "runs" / _RUN / "ledger.sqlite", place=disk.now)
         with patch.dict(os.environ, disk.environment()):
             launched = Launched(config, _RUN)
         with launched as run:
-            ended = _until(run, history, None if number == losses else chance)
+            ended = _until(run, history, disk, None if number == losses else chance)
             result.output += run.output()
         if ended is not None or number == losses:
             if ended != 0:
                 result.unresumable(f"after {number} losses the run ended with {ended}")
+                return result
             break
         now = disk.now()
         cut = now if chance.random() < 0.5 else chance.randrange(now + 1)
         disk.lose_power(cut, chance.randrange(2**31))
         history.lost_power(cut)
         result.faults["power"] += 1
-    if not result.findings.unresumable:
-        for left in (state, *_after_the_end(disk, folder, chance)):
-            run_folder, store = left / "runs" / _RUN, left / "store" / "runs" / _RUN
-            result.findings.add(check(run_folder, store, history.entries(), steps=_POWER_STEPS))
+    for left in (state, *_after_the_end(disk, folder, chance)):
+        run_folder, store = left / "runs" / _RUN, left / "store" / "runs" / _RUN
+        result.findings.add(check(run_folder, store, history.looks, steps=_POWER_STEPS))
     return result
 
 
-def _history(folder: Path, state: Path) -> History:
-    return History(folder / "history.jsonl", state / "runs" / _RUN / "ledger.sqlite")
+def _history(state: Path) -> History:
+    return History(state / "runs" / _RUN / "ledger.sqlite")
 
 
-def _ended(run: Launched, seed: int, result: Outcome) -> bool:
-    """Whether a run comes to its end in order."""
-    try:
-        status = run.launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        status = None
-    result.output += run.output()
+def _ended(config: RunConfig, seed: int, result: Outcome, settings: dict[str, str] | None = None) -> Launched | None:
+    """A run that has come to its end in order; None where it does not. `settings` are variables of its environment."""
+    with patch.dict(os.environ, settings or {}):
+        launched = Launched(config, _RUN)
+    with launched as run:
+        try:
+            status = run.launcher.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        result.output += run.output()
     if status != 0:
         result.unresumable(f"seed {seed}: ended with {status}")
-    return status == 0
+        return None
+    return run
 
 
 def _look_for(history: History, seconds: float) -> None:
@@ -162,14 +157,6 @@ def _look_for(history: History, seconds: float) -> None:
     while time.monotonic() < deadline:
         history.look()
         time.sleep(0.05)
-
-
-def _mirror(storage: Storage, target: Path) -> None:
-    """Copy all objects into a folder, which the checker reads."""
-    for name in storage.list():
-        file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(storage.get_bytes(name))
 
 
 def _after_the_end(disk: Disk, folder: Path, chance: random.Random) -> Iterator[Path]:
@@ -182,7 +169,7 @@ def _after_the_end(disk: Disk, folder: Path, chance: random.Random) -> Iterator[
             yield image
 
 
-def _until(run: Launched, history: History, chance: random.Random | None) -> int | None:
+def _until(run: Launched, history: History, disk: Disk, chance: random.Random | None) -> int | None:
     """Watch a run until a moment by `chance`, or to its end; the status that it ended with, None where it did not."""
     steps = run.step() + (0 if chance is None else chance.randrange(6))
     moment_s = 0.0 if chance is None else chance.uniform(0.0, 0.3)
@@ -190,7 +177,7 @@ def _until(run: Launched, history: History, chance: random.Random | None) -> int
     deadline = time.monotonic() + _POWER_S
     while time.monotonic() < deadline:
         status = run.launcher.poll()
-        history.look()
+        history.look(disk.now)
         if status is not None:
             return status
         if reached is None and run.run.ready_file("trainer").exists() and run.step() >= steps:

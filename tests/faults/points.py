@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,16 @@ EVALUATION = r"areal_core\.generation\.server\.routes.*ready/evaluation-"
 REWARD = r"areal_core\.rewards\.worker import serve"
 EVALUATOR = r"areal_core\.evaluation\.evaluator"
 TRACKER = r"areal_core\.tracking( |$)"
+PROCESSES = {  # the kinds that they tell
+    LAUNCHER: "launcher",
+    CONTROLLER: "controller",
+    TRAINER: "trainer",
+    SERVER: "generation",
+    EVALUATION: "evaluation",
+    REWARD: "reward",
+    EVALUATOR: "evaluator",
+    TRACKER: "tracker",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +54,21 @@ class Point:
         module, _, path = self.target.partition(":")
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
-    def fault(self, action: str, markers: Path) -> dict[str, Any]:
+    def fault(self, markers: Path) -> dict[str, Any]:
         """What `sitecustomize` reads."""
-        fields = ("name", "process", "target", "when", "nth", "where")
-        return {name: getattr(self, name) for name in fields} | {"action": action, "marker": str(markers / self.name)}
+        return {**asdict(self), "action": "kill", "marker": str(markers / self.name)}
 
 
 def _around(
     name: str, process: str, target: str, nth: int = 1, where: str = "", needs: str = ""
 ) -> tuple[Point, Point]:
     """Before and after one call."""
-    before, after = (
-        Point(name=f"{at}{name}", process=process, target=target, when=when, nth=nth, where=where, needs=needs)
-        for at, when in (("before-", "enter"), ("after-", "exit"))
-    )
-    return before, after
+    about: dict[str, Any] = {"process": process, "target": target, "nth": nth, "where": where, "needs": needs}
+    return Point(name=f"before-{name}", when="enter", **about), Point(name=f"after-{name}", when="exit", **about)
 
 
-def _named(area: str, *points: tuple[Point, ...] | Point) -> list[Point]:
-    flat = [point for one in points for point in (one if isinstance(one, tuple) else (one,))]
-    values = [{field: getattr(point, field) for field in Point.__dataclass_fields__} for point in flat]
-    return [Point(**{**fields, "name": f"{area}.{fields['name']}"}) for fields in values]
+def _named(area: str, *points: tuple[Point, Point]) -> list[Point]:
+    return [replace(point, name=f"{area}.{point.name}") for pair in points for point in pair]
 
 
 _LEDGER = "areal_core.controller.core.ledger:TrajectoryLedger"
@@ -178,8 +181,3 @@ POINTS: list[Point] = [
 def environment(faults: Iterable[Mapping[str, Any]], path: str = "") -> dict[str, str]:
     """Of processes that are struck; `path` is their PYTHONPATH otherwise."""
     return {"AREAL_FAULTS": json.dumps(list(faults)), "PYTHONPATH": ":".join(filter(None, (str(_FOLDER), path)))}
-
-
-def is_wrappable(found: Any) -> bool:
-    """Whether `sitecustomize` can wrap it: a function that returns what it is for, no generator."""
-    return inspect.isroutine(found) and not inspect.isgeneratorfunction(found)

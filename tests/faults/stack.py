@@ -148,7 +148,7 @@ def strike(folder: Path, killed: str) -> Outcome:
         try:
             train.until_step(2)
             run, config = train.run, train.run.config()
-            history = History(folder / "history.jsonl", run.ledger)
+            history = History(run.ledger)
 
             def progresses() -> None:
                 step = _step(history)
@@ -181,7 +181,7 @@ def strike(folder: Path, killed: str) -> Outcome:
     if status:
         result.findings.unresumable.append(f"{killed}: {output.splitlines()[-1]}")
         return result
-    found = check(run.root, Path(config.storage.url) / "runs" / run.root.name, history.entries(), steps=steps)
+    found = check(run.root, Path(config.storage.url) / "runs" / run.root.name, history.looks, steps=steps)
     found.orphans += result.findings.orphans
     result.findings = found
     return result

@@ -29,11 +29,10 @@ _STRUCK = (  # one of each kind of process, on both sides of what matters most t
 @pytest.mark.nightly
 def test_run_survives_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
     points = [point for point in POINTS if point.name in _STRUCK]
-    kinds = ("trainer", "controller", "generation", "reward", "launcher")
-    struck = processes.strike(tmp_path / "run", 1, 5, points, kinds=kinds, scored=False, tracked=False)
+    struck = processes.strike(tmp_path / "run", 1, len(processes.KINDS), points)
     assert struck.findings.problems() == [], struck.output
     assert struck.points == set(_STRUCK)
-    assert struck.faults.total() >= len(_STRUCK) + 5
+    assert struck.faults.total() >= len(_STRUCK) + len(processes.KINDS)
 
 
 @pytest.mark.slow
@@ -66,8 +65,8 @@ def test_run_survives_lost_late_and_repeated_messages(tmp_path: Path) -> None:
 
 
 def test_newest_whole_checkpoint_is_found_in_a_store_that_fails(tmp_path: Path) -> None:
-    """Seeds 62 and 215 flip a byte of a manifest."""
-    found = [objects.strike(tmp_path / str(seed), seed) for seed in (*range(8), 62, 215)]
+    """Some of these seeds flip a byte of a manifest."""
+    found = [objects.strike(tmp_path / str(seed), seed) for seed in range(10)]
     assert [line for one in found for line in one.findings.problems()] == []
     assert set(sum((one.faults for one in found), Counter[str]())) == set(objects.KINDS)
 

@@ -1,194 +1,96 @@
-"""The checker notices every kind of violation: a small run's folder and store, doctored one way at a time."""
+"""The checker notices every kind of violation: what a run has left is doctored one way at a time."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import shutil
 import sqlite3
-import subprocess
-from collections.abc import Callable, Iterator
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from blake3 import blake3
 
-from areal_core.controller.core.ledger import Selection, TrajectoryLedger
-from areal_core.controller.core.tables import Place
-from areal_core.types import GroupSummary, PolicyVersion
-from tests.faults.checker import Findings, check, orphans, totals
+from tests.faults.checker import Findings, check
 from tests.faults.history import History
+from tests.support.runs import Launched, learning
 
-_STEPS, _GROUPS, _TOKENS = 4, 2, 10  # a group's tokens
-_SELECTION = Selection(groups=_GROUPS, rule="wait", max_staleness=2, max_requeues=0)
+pytestmark = [pytest.mark.slow, pytest.mark.recovery]
+STEPS = 4
+CONSUMED = "FROM groups WHERE state = 'consumed'"
+OTHER = "UPDATE versions SET digest = 'other' WHERE version"
 
 
 @dataclass
 class Left:
-    """What a run of four steps has left, and the history of it."""
+    """The state folder of a run that has ended, and the looks at its ledger meanwhile."""
 
-    run: Path
-    store: Path
+    state: Path
     history: History
 
-    def check(self) -> Findings:
-        return check(self.run, self.store, self.history.entries(), steps=_STEPS)
-
-    def sql(self, statement: str) -> None:
-        with closing(sqlite3.connect(self.run / "ledger.sqlite", isolation_level=None)) as ledger:
-            ledger.execute(statement)
-
-    def config(self, **rollout: object) -> None:
-        config = {"mode": "async", "rollout": {"batch_selection": "wait", "max_staleness": None, **rollout}}
-        (self.run / "config.json").write_text(json.dumps(config))
+    def check(self, state: Path | None = None) -> Findings:
+        at = state or self.state
+        return check(at / "runs" / "r", at / "store" / "runs" / "r", self.history.looks, steps=STEPS)
 
 
-_PLACE = Place(segment="1", start=0, bytes=1, crc32=0)
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    made = Left(state := tmp_path_factory.mktemp("checked") / "state", History(state / "runs" / "r" / "ledger.sqlite"))
+    with Launched(learning(state, training={"steps": STEPS}), "r") as run:
+        while run.launcher.poll() is None:
+            made.history.look()
+            time.sleep(0.02)
+        run.finished()
+    assert made.check().problems() == []
+    return made
 
 
-def _weights(left: Left, version: int) -> PolicyVersion:
-    """A version, and a checkpoint of it."""
-    data = f"weights {version}".encode()
-    sha256, digest = hashlib.sha256(data).hexdigest(), blake3(data).hexdigest()
-    for folder, names in (
-        (left.run / "weights" / f"v{version:06d}", {"version": version, "digest": digest, "bytes": len(data)}),
-        (
-            left.store / "checkpoints" / f"step-{version:06d}.1",
-            {
-                "step": version,
-                "files": {"model.safetensors": {"bytes": len(data), "sha256": sha256}},
-                "shared": {},
-                "extra": {"version_digest": digest},
-            },
-        ),
-    ):
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(data)
-        (folder / "manifest.json").write_text(json.dumps(names))
-    return PolicyVersion(version=version, path=str(left.run / "weights" / f"v{version:06d}"), digest=digest)
+DOCTORED = {  # statements of SQL
+    "step has no batch": ("lost", f"UPDATE groups SET state = 'ready', step = NULL WHERE step = {STEPS}"),
+    "batch lacks a group": (
+        "lost",
+        f"UPDATE groups SET state = 'dropped', step = NULL WHERE group_id = (SELECT MAX(group_id) {CONSUMED})",
+    ),
+    "fixed batches were exchanged": ("lost", f"UPDATE groups SET step = {STEPS + 1} - step"),
+    "version is gone": ("lost", "DELETE FROM versions WHERE version = 3"),
+    "prompt is trained on twice": ("used_twice", "UPDATE groups SET prompt_index = 0"),
+    "group is too old": ("staleness", f"UPDATE groups SET min_version = 0 WHERE step = {STEPS}"),
+    "group is of the future": ("staleness", "UPDATE groups SET max_version = step"),
+    "tokens are missing": ("tokens", "UPDATE totals SET tokens = 0 WHERE state = 'consumed'"),
+    "servers sampled more": ("tokens", "UPDATE server_sessions SET counted = counted + 100000"),
+    "version was another one": ("versions", f"{OTHER} = 3"),
+    "checkpoint is of another version": ("checkpoints", f"{OTHER} = {STEPS}"),
+}
+DAMAGED = {  # files, and whether they are missing
+    "version's file is damaged": ("versions", f"runs/r/weights/v{STEPS:06d}/model.safetensors", False),
+    "checkpoint's file is damaged": ("checkpoints", "store/runs/r/checkpoints/step-*/optimizer.safetensors", False),
+    "checkpoint's file is missing": ("checkpoints", "store/runs/r/checkpoints/step-*/optimizer.safetensors", True),
+    "no checkpoint of the last step": ("lost", f"store/runs/r/checkpoints/step-{STEPS:06d}.*/manifest.json", True),
+    "no final model": ("lost", "store/runs/r/final/model.safetensors", True),
+    "no summary": ("unresumable", "runs/r/summary.json", True),
+}
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[Left]:
-    made = Left(tmp_path / "run", tmp_path / "store", History(tmp_path / "history", tmp_path / "run" / "ledger.sqlite"))
-    (made.run / "weights").mkdir(parents=True)
-    (made.store / "final").mkdir(parents=True)
-    (made.store / "final" / "model.safetensors").write_bytes(b"final")
-    made.config()
-    ledger = TrajectoryLedger(made.run / "ledger.sqlite", group_size=1)
-    ledger.publish(PolicyVersion(version=0, path="base", digest="base"))
-    ledger.counters.join("generation-0", "url", 0)
-    for step in range(1, _STEPS + 1):
-        for _ in range(_GROUPS):
-            summary = GroupSummary(
-                lengths=(_TOKENS,),
-                rewards=(1.0,),
-                tokens=_TOKENS,
-                min_version=step - 1,
-                max_version=step - 1,
-                outcomes={},
-                truncated=(False,),
-            )
-            ledger.ready(ledger.admit().group_id, summary, _PLACE, version=step - 1)
-        assert ledger.fix_batch(step, _SELECTION)
-        ledger.publish(_weights(made, step))
-        made.history.look()
-    sampled = _STEPS * _GROUPS * _TOKENS
-    ledger.counters.report("generation-0", sampled, sampled)
-    made.history.look()
-    (made.run / "summary.json").write_text(json.dumps({"tokens": {"consumed": sampled, "generated": sampled}}))
-    yield made
-    ledger.close()
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-DOCTORED: dict[str, tuple[str, str | Callable[[Path], object]]] = {  # statements of SQL, and what is done to a file
-    "step has no batch": ("lost", "UPDATE groups SET state = 'ready', step = NULL WHERE step = 4"),
-    "batch lacks a group": ("lost", "UPDATE groups SET state = 'dropped', step = NULL WHERE group_id = 3"),
-    "fixed batch has changed": ("lost", "UPDATE groups SET step = 5 - step WHERE group_id IN (3, 5)"),
-    "version is gone": ("lost", "DELETE FROM versions WHERE version = 3"),
-    "no checkpoint of the last step": ("lost", Path.unlink),
-    "no final model": ("lost", Path.unlink),
-    "prompt is trained on twice": ("used_twice", "UPDATE groups SET prompt_index = 0 WHERE group_id = 8"),
-    "group has moved to another step": ("used_twice", "UPDATE groups SET step = 4 WHERE group_id = 1"),
-    "group is too old": ("staleness", "UPDATE groups SET min_version = 0 WHERE group_id = 8"),
-    "group is of the future": ("staleness", "UPDATE groups SET max_version = 4 WHERE group_id = 8"),
-    "tokens are missing": ("tokens", "UPDATE groups SET tokens = 9 WHERE group_id = 8"),
-    "servers sampled more": ("tokens", "UPDATE server_sessions SET counted = counted + 1"),
-    "version was another one": ("versions", "UPDATE versions SET digest = 'other' WHERE version = 3"),
-    "version's file is damaged": ("versions", flip),
-    "checkpoint's file is damaged": ("checkpoints", flip),
-    "checkpoint's file is missing": ("checkpoints", Path.unlink),
-    "checkpoint is of another version": ("checkpoints", "UPDATE versions SET digest = 'other' WHERE version = 2"),
-    "no summary": ("unresumable", Path.unlink),
-}
-FILES = {  # of those that do something to one
-    "no checkpoint of the last step": "store/checkpoints/step-000004.1/manifest.json",
-    "no final model": "store/final/model.safetensors",
-    "version's file is damaged": "run/weights/v000004/model.safetensors",
-    "checkpoint's file is damaged": "store/checkpoints/step-000002.1/model.safetensors",
-    "checkpoint's file is missing": "store/checkpoints/step-000002.1/model.safetensors",
-    "no summary": "run/summary.json",
-}
+def copy(left: Left, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(left.state, tmp_path / "state"))
 
 
 @pytest.mark.parametrize("name", DOCTORED)
-def test_violation_is_noticed(tmp_path: Path, left: Left, name: str) -> None:
-    assert left.check().problems() == []
-    kind, doctor = DOCTORED[name]
-    if isinstance(doctor, str):
-        left.sql(doctor)
-    else:
-        doctor(tmp_path / FILES[name])
-    assert getattr(left.check(), kind)
+def test_doctored_ledger_is_noticed(left: Left, copy: Path, name: str) -> None:
+    kind, statement = DOCTORED[name]
+    with closing(sqlite3.connect(copy / "runs" / "r" / "ledger.sqlite", isolation_level=None)) as ledger:
+        ledger.execute(statement)
+    assert getattr(left.check(copy), kind)
 
 
-def test_bound_on_staleness_is_the_runs_own(left: Left) -> None:
-    left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
-    assert totals([left.check(), left.check()])["staleness"] == 2
-    left.config(batch_selection="admit")
-    findings = left.check()
-    assert (findings.problems(), findings.admitted_stale) == ([], 1)
-    left.config(max_staleness=3)
-    assert left.check().problems() == []
-
-
-def test_new_incarnation_may_fix_other_batches(left: Left) -> None:
-    left.sql("UPDATE run SET incarnation = 1")
-    left.sql("UPDATE groups SET step = CASE step WHEN 3 THEN 4 ELSE 3 END WHERE step >= 3")
-    left.sql("UPDATE groups SET min_version = 2, max_version = 2 WHERE step >= 3")
-    left.history.look()
-    assert left.check().problems() == []
-    left.sql("UPDATE run SET incarnation = 0")
-    assert left.check().lost  # it is forgotten
-
-
-def test_looks_after_the_loss_of_power_do_not_count(tmp_path: Path, left: Left) -> None:
-    place = 0
-    history = History(tmp_path / "other", left.run / "ledger.sqlite", place=lambda: place)
-    history.look()
-    place = 10
-    left.sql("UPDATE groups SET step = 9 WHERE step = 4")
-    history.look()
-    left.sql("UPDATE groups SET step = 4 WHERE step = 9")
-    left.history = history
-    assert left.check().lost
-    history.lost_power(5)
-    assert left.check().problems() == []
-
-
-def test_processes_that_are_left_are_found() -> None:
-    mark = f"AREAL_CHECKED={os.getpid()}"
-    environment = {**os.environ, "AREAL_CHECKED": str(os.getpid())}
-    with subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as process:
-        for found in (orphans(mark), orphans("NO=mark", [process.pid])):
-            assert found == [f"{process.pid} sleep 600"]
-        process.kill()
-    assert orphans(mark, [process.pid]) == []
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_file_is_noticed(left: Left, copy: Path, name: str) -> None:
+    kind, pattern, missing = DAMAGED[name]
+    for file in copy.glob(pattern):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.unlink()
+        if not missing:
+            file.write_bytes(data)
+    assert getattr(left.check(copy), kind)

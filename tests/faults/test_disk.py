@@ -15,7 +15,7 @@ import pytest
 import areal_core
 from areal_core.errors import StorageError
 from areal_core.storage import weights
-from tests.faults.disk import Clock, Disk, compiler
+from tests.faults.disk import Disk, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 
@@ -80,44 +80,6 @@ def test_synced_changes_are_there_and_others_may_be(
     disk: Disk, program: str, file: str, held: set[bytes | None]
 ) -> None:
     assert {data and data[:5] for data in images(disk, run(disk, program), file)} == held
-
-
-def test_power_may_be_lost_before_the_end(disk: Disk) -> None:
-    first = run(disk, f"{_WRITE}os.fsync(f){_SYNC_FOLDER}")
-    run(disk, f"os.unlink('a'){_SYNC_FOLDER}")
-    assert set(images(disk, first, "a")) == {b"x" * 20_000}
-
-
-@pytest.mark.parametrize("synchronous", ["NORMAL", "FULL"])
-def test_database_keeps_its_promises(disk: Disk, synchronous: str) -> None:
-    """SQLite goes through the C library: with FULL every transaction is kept, with NORMAL a prefix of them."""
-    program = f"""db = sqlite3.connect('a.sqlite', isolation_level=None)
-db.execute('PRAGMA journal_mode = WAL'); db.execute('PRAGMA synchronous = FULL')
-db.execute('CREATE TABLE t (n)')
-db.execute('PRAGMA synchronous = {synchronous}')
-for n in range(20): db.execute('INSERT INTO t VALUES (?)', (n,))
-os._exit(0)
-"""
-    cut = run(disk, program)
-    images(disk, cut, "a.sqlite")
-    counts: set[int] = set()
-    for seed in _SEEDS:
-        with closing(sqlite3.connect(disk.root.parent / f"image-{cut}-{seed}" / "a.sqlite")) as database:
-            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-            rows = [row[0] for row in database.execute("SELECT n FROM t ORDER BY n")]
-        assert rows == [*range(len(rows))]
-        counts.add(len(rows))
-    assert counts == {20} if synchronous == "FULL" else min(counts) < 20
-
-
-def test_wall_clock_jumps(tmp_path: Path) -> None:
-    clock = Clock(tmp_path / "clock")
-    clock.jump(-86_400.0)
-    date = {**os.environ, **clock.environment()}
-    wrong, right = (
-        float(subprocess.run(["date", "+%s"], env=env, check=True, capture_output=True).stdout) for env in (date, None)
-    )
-    assert 86_000 < right - wrong < 87_000
 
 
 VERSIONS, IMAGES = 3, 30

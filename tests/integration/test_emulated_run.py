@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ConfigError
 from areal_core.run.launcher import execute, run_folder
 from areal_core.run.progress import conclude
 from areal_core.tracking.outbox import Outbox
@@ -64,21 +63,3 @@ def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: P
     assert "heldout/accuracy" not in curves
     assert not list(run.logs.glob("evaluator*"))
     assert [json.loads((run.weights / f"v{STEPS:06d}" / "manifest.json").read_text())["version"]] == [STEPS]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"training": {"engine": "torch"}}, "training.engine: must be emulated with generation.engine=emulated, got "),
-        ({"generation": {"engine": "embedded"}}, "training.engine: must be torch or deepspeed with generation.engine="),
-        ({"generation": {"servers": 3}}, "launch.devices: must be at least 4 where accelerators are emulated (3 gener"),
-        ({"mode": "sync", "training": {"ranks": 4}}, "launch.devices: must be at least 4 where accelerators are emul"),
-        ({"stop": {"score": 0.0}}, "stop.score: must be null where no version is scored"),
-        ({"emulation": {"model": "qwen-32b"}}, "emulation.tensor_parallel: qwen-32b does not fit into 1 x h800"),
-    ],
-)
-def test_settings_that_can_not_be_emulated_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        execute(emulated(tmp_path, **fields), run_id="r", log=print)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)

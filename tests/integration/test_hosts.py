@@ -3,7 +3,6 @@ has them on machines of their own."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -186,19 +185,3 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
     here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
     assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
-
-
-def test_a_launcher_that_is_killed_ends_the_nodes(tmp_path: Path, start: Start) -> None:
-    config = tiny(
-        tmp_path / "head",
-        training={"steps": 100_000},
-        evaluation={"enabled": False},
-        launch=LAUNCH | {"remote_roles": "generation"},
-    )
-    with Launched(config, "apart") as run:
-        node = start(run, "generation")
-        run.until_step(1)
-        run.launcher.kill()
-        assert node.ended() == (1, "areal: error: run apart has ended and left no summary")
-        run.gone()
-    assert json.loads((node.copy(run).root / "run.json").read_text())["run_id"] == "apart"

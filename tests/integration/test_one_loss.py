@@ -22,7 +22,7 @@ from areal_core.training.engines.engine import EngineState
 from areal_core.training.engines.policy_engine import PolicyEngine
 from areal_core.types import Float32Array, PolicyVersion
 from tests.support import engines, forked
-from tests.support.engines import CASES, made, run, trained
+from tests.support.engines import CASES, run, trained
 from tests.support.generation import request
 from tests.support.lora import LORA, adapter, by_peft, form
 from tests.support.offline import OfflineEngine
@@ -74,29 +74,6 @@ def test_divergence_raises_on_every_rank_and_changes_nothing(ranks: list[Any]) -
         for error, changed in errors.values():
             assert error.startswith("step 9, update 0: loss")
             assert not changed
-
-
-ADAPTIVE = AlgorithmConfig(control="adaptive_kl", kl_coef=0.1, kl_target=1e-4, entropy_coef=0.01)
-
-
-def coefficients(resumed_at: int) -> list[float]:
-    """Of eight steps; before one of them a new engine takes the state."""
-    engine = made(algorithm=ADAPTIVE)
-    found: list[float] = []
-    for step in range(1, 9):
-        if step == resumed_at:
-            state, engine = engine.state(), made(algorithm=ADAPTIVE)
-            engine.load_state(state)
-        share = batch(step)
-        found.append(engine.train_step(share, engine.proximal_logprobs(share)).metrics["control/kl_coef"])
-    return found
-
-
-def test_adaptive_coefficient_is_the_same_after_a_resume() -> None:
-    whole = coefficients(resumed_at=0)
-    assert coefficients(resumed_at=4) == whole
-    assert whole[0] == 0.1
-    assert len(set(whole)) == 8
 
 
 TOLERANCE = 1e-4  # nats

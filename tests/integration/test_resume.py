@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,13 @@ from areal_core.config.schema import RunConfig
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
 from areal_core.models.spec import read_arrays, read_spec
+from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
+from flows import prune_command
 from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
@@ -124,21 +125,6 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine_with_its_own_base_model(
     assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
-@pytest.mark.nightly
-def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(config: RunConfig, tmp_path: Path) -> None:
-    """As when a disk was put back, or the run had gone on elsewhere."""
-    run = killed(config, 2)
-    with sqlite3.connect(run.ledger) as before, sqlite3.connect(tmp_path / "old.sqlite") as kept:
-        before.backup(kept)
-    killed(config, 6)
-    for suffix in ("-wal", "-shm"):
-        run.ledger.with_name(run.ledger.name + suffix).unlink(missing_ok=True)
-    shutil.copy(tmp_path / "old.sqlite", run.ledger)
-    output = finished(config)
-    assert "the ledger is not that of the checkpoint of step" in output
-    assert (run.root / "ledger-1.sqlite").exists()
-
-
 @pytest.mark.recovery
 def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damaged_one(config: RunConfig) -> None:
     run = killed(config, 4)
@@ -153,14 +139,6 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     assert "taken out" not in output  # no server was given it
     assert f"{newest.folder}/{checkpoint.OPTIMIZER} is damaged" in output
     assert f"resumed from the checkpoint of step {before.step}" in output
-
-
-@pytest.mark.nightly
-def test_resume_on_a_new_machine_takes_the_checkpoint_before_one_whose_ledger_is_damaged(config: RunConfig) -> None:
-    run = killed(config, 4)
-    _, before = _damaged(config, None)
-    shutil.rmtree(run.root)
-    assert f"resumed from the checkpoint of step {before.step}" in finished(config)
 
 
 def _damaged(config: RunConfig, file: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
@@ -199,3 +177,47 @@ def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: Run
             os.kill(pid, signal.SIGCONT)
         assert "run_id: another launcher has taken the run over, on " in first.failed()
     assert _newest(config) == 8
+
+
+@pytest.mark.end_to_end
+def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(tmp_path, training={"steps": 40, "checkpoint_every": 2}, evaluation={"enabled": False})
+    given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
+
+    def prune(*options: str) -> tuple[int, str, str]:
+        status = run_command(lambda: prune_command.main([*options, *given]))
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    def row(table: str) -> list[str]:
+        (found,) = (line.split() for line in table.splitlines() if line.startswith("first "))
+        return found
+
+    with Launched(config, "first") as run:
+        run.until_step(3)
+        status, out, _ = prune()
+        assert (status, "running" in row(out)) == (0, True)
+        assert prune("--run", "first", "--yes")[::2] == (2, "areal: error: RUN: first is running; stop it first\n")
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.end() == 143
+    store = Storage.open(config.storage.url).child("runs/first")
+    store.put_bytes("checkpoints/step-000099.1/optimizer.safetensors", bytes(5_000_000))
+    status, out, _ = prune()
+    assert (status, "stopped" in row(out)) == (0, True)
+    assert (float(row(out)[-2]) >= 5, row(out)[-1]) == (True, "MB")
+    assert prune("--run", "first")[0] == 1  # nobody says yes
+    assert "checkpoints/step-000099.1/optimizer.safetensors" in store.list()
+    assert prune("--yes")[0] == 0
+    assert "checkpoints/step-000099.1/optimizer.safetensors" not in store.list()
+    with Launched(config, "first") as run:
+        run.finished()
+    assert "finished" in row(prune()[1])
+    assert prune("--older", "1", "--yes")[0] == 0  # it is younger
+    assert run.run.summary.exists()
+    status, out, _ = prune("--run", "first", "--yes")
+    assert (status, out.splitlines()[-1].startswith("first: ")) == (0, True)
+    assert not run.run.root.exists()
+    assert store.list() == ("lease.json",)
+    assert prune()[1].startswith("No runs in ")

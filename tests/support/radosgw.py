@@ -108,14 +108,6 @@ class RadosGateway:
         assert self._gateway is not None
         self._gateway.send_signal(signal.SIGCONT)
 
-    def holds_a_request(self) -> bool:
-        """Whether anything was sent to it, while it is stopped, that it has not read."""
-        for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            _, local, _, _, queues, *_ = row.split()
-            if int(local.split(":")[1], 16) == self.port and int(queues.split(":")[1], 16):
-                return True
-        return False
-
     def add_user(self, name: str, *arguments: str) -> dict[str, str]:
         """The environment in which boto acts for a new user. `arguments` are those of `radosgw-admin user create`."""
         key, secret = f"{name}-key", f"{name}-secret"

@@ -101,7 +101,6 @@ def batch(
     world_size: int = 1,
     minibatches: int = 2,
     capacity: int = 64,
-    least: int = 1,
     share_prompts: bool = False,
 ) -> TrainingBatch:
     payloads = {group: payload(100 * step + group, version=step - 1) for group in range(GROUPS)}
@@ -114,7 +113,6 @@ def batch(
         shares_of(payloads, shares),
         advantages,
         capacity=capacity,
-        min_microbatches=least,
         share_prompts=share_prompts,
     )
 

@@ -121,14 +121,12 @@ def shard(costs: Sequence[GroupCost], minibatches: int, ranks: int, *, seed: int
     return shares
 
 
-def allocate(
-    lengths: Sequence[int], capacity: int, min_microbatches: int = 1, sequences: Sequence[int] | None = None
-) -> list[list[int]]:
+def allocate(lengths: Sequence[int], capacity: int, sequences: Sequence[int] | None = None) -> list[list[int]]:
     """Dynamic micro-batching (paper, Algorithm 1): indices of `lengths` by micro-batch.
 
-    Longest first, each sequence opens a new micro-batch while there are fewer than `min_microbatches` or none has room
-    within `capacity` tokens; else it joins the one, among those with room, that holds the fewest sequences. Where items
-    are several sequences each, which stay together, `sequences` says how many.
+    Longest first, each sequence opens a new micro-batch where none has room within `capacity` tokens; else it joins the
+    one, among those with room, that holds the fewest sequences. The paper's k_min is 1. Where items are several
+    sequences each, which stay together, `sequences` says how many.
     Raises ConfigError for one longer than `capacity`.
     """
     microbatches: list[list[int]] = []
@@ -141,7 +139,7 @@ def allocate(
                 f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
             )
         roomy = [i for i, load in enumerate(loads) if load + length <= capacity]
-        if len(microbatches) < min_microbatches or not roomy:
+        if not roomy:
             microbatches.append([])
             loads.append(0)
             held.append(0)
@@ -154,7 +152,7 @@ def allocate(
 
 
 def allocate_groups(
-    prompts: Sequence[int], completions: Sequence[Sequence[int]], capacity: int, min_microbatches: int = 1
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], capacity: int
 ) -> list[list[list[tuple[int, int]]]]:
     """Algorithm 1 where a group's prompt is computed once for all completions that are in one micro-batch.
 
@@ -177,7 +175,7 @@ def allocate_groups(
             items[-1].append((group, completion))
             loads[-1] += length
             room -= length
-    cut = allocate(loads, capacity, min_microbatches, [len(item) for item in items])
+    cut = allocate(loads, capacity, [len(item) for item in items])
     return [[items[index] for index in members] for members in cut]
 
 

@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +28,12 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from areal_core.errors import ProcessError, one_line
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks on several machines
 ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for error messages
 _JOIN_S = 120.0  # for all ranks of a group to join
-_BEAT_S = 1.0  # at most, between two signs of a rank that is held up
-_LOOK_S = 0.01  # between two looks whether all ranks are there
-_ALL_THERE = ""
+_LOOK_S = 0.01  # at least, between two looks whether all ranks are there
 _GRACE_S = 3.0  # for the other ranks to report that a collective failed
 
 
@@ -68,7 +68,6 @@ class RankGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        self._beat_s = min(_BEAT_S, timeout_s / 4)
         self._collectives = self._meetings = 0  # so far
         if size > 1:
             assert rendezvous is not None
@@ -95,73 +94,36 @@ class RankGroup:
         self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.SUM)
         return values
 
-    @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Around what may take this rank long and is not its fault, as a store that is away: the others wait for it at
-        the next `meet`, however long that is, while it can say so. Not collective."""
-        if self.size == 1:
-            yield
-            return
-        done = threading.Event()
-        saying = threading.Thread(target=self._say_so, args=(done,), name="held up", daemon=True)
-        saying.start()
-        try:
-            yield
-        finally:
-            done.set()
-
-    def meet(self) -> None:
-        """Wait until every rank is here. One that is held up is waited for as long as it says so; one that is neither
-        here nor says anything is waited for as long as in a collective."""
+    def meet(self, patience_s: float) -> None:
+        """Wait until every rank is here; one may be held up for `patience_s`, by a store that is away, beyond what a
+        collective waits."""
         if self.size == 1:
             return
         self._meetings += 1
         keys = [f"met/{self._meetings}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
-        heard, since = "", time.monotonic()
-        while (said := _bounded(lambda: self._news(keys))) != _ALL_THERE:
-            if said is None:
-                raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
-            if said != heard:
-                heard, since = said, time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
-                missing = _bounded(lambda: self._named(keys)) or "(unknown)"
-                bound = f"within {self._timeout_s:g} s (training.collective_timeout_s)"
-                raise ProcessError(f"{missing} did not reach the others, and said nothing, {bound}")
-
-    def _news(self, keys: list[str]) -> str:
-        """That all ranks are there, or, after a while, what those that are held up have said so far."""
-        deadline = time.monotonic() + self._beat_s
-        while not self._store.check(keys):  # a wait in vain would leave torch's warnings in the log
-            if time.monotonic() > deadline:
-                said = [f"held-up/{rank}" for rank in range(self.size)]
-                return " ".join(self._store.get(key).decode() if self._store.check([key]) else "-" for key in said)
-            time.sleep(_LOOK_S)
-        return _ALL_THERE
-
-    def _say_so(self, done: threading.Event) -> None:
-        """Have the others see that this rank is held up: short waits cost nothing."""
-        count = 0
-        while not done.wait(self._beat_s):
-            count += 1
-            try:
-                self._store.set(f"held-up/{self.rank}", f"{self._meetings}/{count}")
-            except RuntimeError as error:
-                logger.warning("the rendezvous failed: %s", one_line(error))
-                return
+        bound_s, since = self._timeout_s + patience_s, time.monotonic()
+        while missing := _bounded(lambda: self._named(keys)):
+            if (waited_s := time.monotonic() - since) > bound_s:
+                raise ProcessError(f"{missing} did not reach the others within {bound_s:g} s")
+            time.sleep(max(_LOOK_S, waited_s / 20))
+        if missing is None:
+            raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""
         self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.MAX)
         return values
 
-    def union(self, names: Collection[str]) -> list[str]:
-        """Collective. The names that any rank has, sorted. A name holds no line break."""
-        text = "\n".join(names).encode()
-        row = np.zeros((self.size, int(self.all_reduce_max(np.array([len(text)]))[0])))
-        row[self.rank, : len(text)] = list(text)
-        found = self.all_reduce_sum(row).astype(np.uint8)
-        return sorted({name for one in found for name in one.tobytes().rstrip(b"\0").decode().split("\n") if name})
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, in their order. They are pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._collectives += 1
+        with self.naming():
+            dist.all_gather_object(values, value)
+        return values
 
     def close(self) -> None:
         """Leave the group. Nothing may refer to it then: its threads end with it, and one that still frees a tensor as

@@ -85,21 +85,15 @@ class DeepSpeedEngine(PolicyEngine):
         return self._engine(packed)
 
     def start_gradient(self) -> None:
-        """Nothing to do: the last one was zeroed with its update, or when it was found not to be finite."""
+        """Nothing to do: the last one was zeroed with its update."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.ranks.size)  # DeepSpeed takes the mean over ranks
 
     def reduce_gradient(self) -> float:
-        """The sum itself is part of the last backward pass. A gradient that is not finite is zeroed here."""
-        norm = math.sqrt(self._over_ranks(sum_of_squares(self._gradient())))
-        if not math.isfinite(norm):
-            if self._stage:
-                self._engine.step()  # finds the same norm, and changes nothing
-            else:
-                self._engine.zero_grad()
-        return norm
+        """The sum itself is part of the last backward pass."""
+        return math.sqrt(self._over_ranks(sum_of_squares(self._gradient())))
 
     def apply_gradient(self, rate: float, norm: float) -> float:
         self._optimiser.param_groups[0]["lr"] = rate

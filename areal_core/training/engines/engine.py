@@ -5,46 +5,34 @@ No torch here: a batch is numpy arrays, so that any engine can implement the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.errors import ModelError
-from areal_core.models.spec import ModelSpec
+from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import Part, allocate, allocate_groups
 from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
 
 
-class Mean(NamedTuple):
-    weights: NDArray[np.float64]  # [N] of each loss token of a completion
-    denominator_terms: NDArray[np.float64]  # [N] contributions to the loss denominator: 0 exactly without loss tokens
+def loss_weights(
+    mean: str, loss_tokens: NDArray[np.int64], limit: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The mean of AlgorithmConfig.loss_mean over completions of so many loss tokens, [N]: the weight of each loss token
+    of a completion, and what the completion contributes to the loss denominator, 0 exactly without loss tokens.
 
-
-def token_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """Over all loss tokens alike: a long completion counts for more than a short one (AReaL, DAPO)."""
-    return Mean(np.ones(len(loss_tokens)), loss_tokens.astype(np.float64))
-
-
-def sequence_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """Over completions, of the mean over their loss tokens (GRPO): a token of a long completion counts for less."""
-    return Mean(1.0 / np.maximum(loss_tokens, 1), (loss_tokens > 0).astype(np.float64))
-
-
-def constant_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:
-    """The sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may have (Dr.
-    GRPO): a token counts the same whatever the completions' lengths are."""
-    return Mean(np.ones(len(loss_tokens)), (loss_tokens > 0).astype(np.float64) * limit)
-
-
-LOSS_MEANS: dict[str, Callable[[NDArray[np.int64], int], Mean]] = {  # by AlgorithmConfig.loss_mean
-    "token": token_mean,
-    "sequence": sequence_mean,
-    "constant": constant_mean,
-}
+    - token: over all loss tokens alike; a long completion counts for more than a short one (AReaL, DAPO).
+    - sequence: over completions, of the mean over their loss tokens; a token of a long one counts for less (GRPO).
+    - constant: the sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may
+      have; a token counts the same whatever the completions' lengths are (Dr. GRPO).
+    """
+    counted = (loss_tokens > 0).astype(np.float64)
+    if mean == "sequence":
+        return 1.0 / np.maximum(loss_tokens, 1), counted
+    return np.ones(len(loss_tokens)), counted * (limit if mean == "constant" else loss_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +54,6 @@ class TrainingBatch:
     groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
     capacity: int  # C of Algorithm 1: tokens of a micro-batch
-    min_microbatches: int = 1  # k_min of Algorithm 1
     microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
     # Of each minibatch: those of its sequences that have a gradient.
     later: tuple[Packed, ...] = field(init=False, repr=False, compare=False)
@@ -85,7 +72,7 @@ class TrainingBatch:
         """
         laid = self.tokens, self.lengths, self.prompt_lengths
         if self.groups is None:
-            allocated = allocate(self.lengths[list(members)].tolist(), self.capacity, self.min_microbatches)
+            allocated = allocate(self.lengths[list(members)].tolist(), self.capacity)
             return tuple(pack(*laid, [members[index] for index in indices]) for indices in allocated)
         together: dict[int, list[int]] = {}
         for index in members:
@@ -95,18 +82,8 @@ class TrainingBatch:
         completions = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
         return tuple(
             pack_shared(*laid, [[groups[group][completion] for group, completion in item] for item in items])
-            for items in allocate_groups(prompts, completions, self.capacity, self.min_microbatches)
+            for items in allocate_groups(prompts, completions, self.capacity)
         )
-
-    @property
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Its data as arrays, by the names above; `minibatch` [N] instead of `minibatches`."""
-        minibatch = np.zeros(len(self.lengths), np.int32)
-        for index, members in enumerate(self.minibatches):
-            minibatch[list(members)] = index
-        names = ("tokens", "lengths", "prompt_lengths", "loss_mask", "behaviour_logprobs", "versions", "advantages")
-        arrays = {name: getattr(self, name) for name in (*names, "weights")}
-        return arrays | {"minibatch": minibatch}
 
     @property
     def loss_tokens(self) -> list[int]:
@@ -140,8 +117,7 @@ class StepStats:
     grad_norm: float = 0.0  # before clipping, mean over minibatches
     update_norm: float = 0.0  # of the change of the weights by an optimiser update, mean over minibatches
     learning_rate: float  # of the last update
-    updates: int  # minibatches that had loss tokens, but for those that were skipped
-    skipped: int = 0  # updates left out as their gradient was not finite (training.on_divergence)
+    updates: int  # minibatches that had loss tokens
     loss_tokens: int
     trained_tokens: int = 0  # of these, the ones of completions that have a gradient
     train_inference_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
@@ -157,7 +133,6 @@ class StepStats:
             "optimizer/grad_norm": self.grad_norm,
             "optimizer/update_norm": self.update_norm,
             "optimizer/learning_rate": self.learning_rate,
-            "optimizer/skipped_updates": self.skipped,
             **{name: value for name, value in measured.items() if value is not None},
         }
 
@@ -190,8 +165,7 @@ class TrainingEngine(Protocol):
         `proximal` is what `proximal_logprobs` gave for this batch; it is ignored for the first minibatch, where
         pi_prox is pi_theta before the update. None where the objective takes none, and where pi_behav stands in for it,
         as nothing is stale.
-        Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite, unless
-        training.on_divergence says that such an update is skipped.
+        Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite.
         """
         ...
 
@@ -230,23 +204,6 @@ class TrainingEngine(Protocol):
         ...
 
 
-def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
-    """Raises ModelError, one line, for a batch that was not made for this model at this step: tokens outside of its
-    vocabulary, sequences longer than its context, versions that don't exist yet."""
-    if not len(batch.tokens):
-        return
-    where, last = f"the batch of step {batch.step}", spec.vocab_size - 1
-    for token in (int(batch.tokens.max()), int(batch.tokens.min())):
-        if not 0 <= token <= last:
-            raise ModelError(f"{where} holds token {token}: must be from 0 to {last}, the model's vocabulary")
-    if (longest := int(batch.lengths.max())) > spec.context:
-        raise ModelError(f"{where} holds a sequence of {longest} tokens: the model's context is {spec.context}")
-    if (newest := int(batch.versions.max())) >= batch.step:
-        raise ModelError(
-            f"{where} holds a token of version {newest}: must be at most {batch.step - 1}, the version trained on"
-        )
-
-
 def build_batch(
     step: int,
     shares: Sequence[Sequence[Part]],
@@ -254,11 +211,8 @@ def build_batch(
     advantages: NDArray[np.float64],
     *,
     capacity: int,
-    min_microbatches: int = 1,
-    mask_truncated: bool = False,
-    loss_mean: str = "token",
+    algorithm: AlgorithmConfig | None = None,
     max_new_tokens: int = 1,
-    regularised: bool = False,
     share_prompts: bool = False,
 ) -> TrainingBatch:
     """Lay out one rank's completions for training.
@@ -266,11 +220,11 @@ def build_batch(
     - shares: this rank's parts of groups, by minibatch, from `partition.shard`.
     - payloads: by group, its completions that are in such a part.
     - advantages: [P, G], of the global batch.
-    - mask_truncated: leave truncated completions out of the loss.
-    - loss_mean: a name of algorithm.losses. max_new_tokens: the limit of a completion, which `constant` divides by.
-    - regularised: completions without an advantage have a gradient too.
+    - algorithm: which completions count, and how; the default one without it.
+    - max_new_tokens: the limit of a completion, which loss_mean=constant divides by.
     - share_prompts: compute a group's prompt once for all of its completions.
     """
+    algorithm = algorithm or AlgorithmConfig()
     members = [payloads[part.group] for share in shares for part in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or completion"
     completions = _joined([group.lengths for group in members], np.int32)  # [N]
@@ -284,7 +238,8 @@ def build_batch(
         values[sampled], values[~sampled] = in_completions, in_prompts
         return values
 
-    cut_off = np.repeat(_joined([group.truncated & mask_truncated for group in members], np.bool_), completions)
+    masks = algorithm.truncated == "mask"
+    cut_off = np.repeat(_joined([group.truncated & masks for group in members], np.bool_), completions)
     counted = _joined([group.loss_mask for group in members], np.bool_) & ~cut_off  # [T]
     rewarded = _joined([advantages[part.group, part.completions] for share in shares for part in share], np.float32)
     loss_tokens = (
@@ -292,7 +247,7 @@ def build_batch(
         if len(completions)
         else completions
     )
-    mean = LOSS_MEANS[loss_mean](loss_tokens, max_new_tokens)
+    weights, denominator_terms = loss_weights(algorithm.loss_mean, loss_tokens, max_new_tokens)
     ends = np.cumsum([sum(len(part.completions) for part in share) for share in shares]).tolist()
     return TrainingBatch(
         step=step,
@@ -307,15 +262,14 @@ def build_batch(
         behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
         versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
         advantages=laid_out(np.repeat(rewarded, completions), 0.0, np.float32),
-        weights=laid_out(np.repeat(mean.weights, completions), 0.0, np.float32),
-        denominator_terms=mean.denominator_terms,
-        regularised=regularised,
+        weights=laid_out(np.repeat(weights, completions), 0.0, np.float32),
+        denominator_terms=denominator_terms,
+        regularised=algorithm.regularised,
         groups=np.repeat(np.arange(len(members)), [len(group.lengths) for group in members]).astype(np.int32)
         if share_prompts
         else None,
         minibatches=tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)),
         capacity=capacity,
-        min_microbatches=min_microbatches,
     )
 
 

@@ -231,7 +231,6 @@ class PolicyEngine(ABC):
         shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
         loss_tokens, denominators = self.all_reduce_sum(shares).tolist()
         updates: list[tuple[float, float, float]] = []  # loss, norm of the gradient, norm of the change
-        skipped = 0
         stats = LossStats()
         for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
             if not denominator:
@@ -240,22 +239,17 @@ class PolicyEngine(ABC):
             loss, sums = self._accumulate(
                 columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not updates
             )
-            update = self._update(batch.step, loss, rate_of(self.updates))
-            if update is None:
-                skipped += 1
-                continue
+            updates.append((loss, *self._update(batch.step, loss, rate_of(self.updates))))
             stats += sums
-            updates.append((loss, *update))
         losses, norms, changes = np.array(updates, np.float64).reshape(-1, 3).T
         totals = self.all_reduce_sum(losses)
-        stats = self._merged(stats)
+        stats = sum(self.ranks.gathered(stats), LossStats())
         done = StepStats(
             loss=_mean(totals),
             grad_norm=_mean(norms),
             update_norm=_mean(changes),
             learning_rate=rate_of(max(self.updates - 1, 0)),
             updates=len(updates),
-            skipped=skipped,
             loss_tokens=int(sum(loss_tokens)),
             trained_tokens=int(stats.tokens),
             train_inference_kl=stats.train_inference_kl / stats.matched if stats.matched else None,
@@ -406,14 +400,11 @@ class PolicyEngine(ABC):
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in held.items()}
         return tensors | {"sequences": len(completions)}
 
-    def _update(self, step: int, loss: float, rate: float) -> tuple[float, float] | None:
-        """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change; None
-        where it was skipped."""
+    def _update(self, step: int, loss: float, rate: float) -> tuple[float, float]:
+        """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change."""
         with self._computing():
             norm = self.reduce_gradient()
         if not math.isfinite(norm):
-            if self.training.on_divergence == "skip":
-                return None
             raise DivergenceError(
                 f"step {step}, update {self.updates}: loss {loss} and gradient norm {norm} must be finite"
             )
@@ -431,14 +422,6 @@ class PolicyEngine(ABC):
                 yield
         finally:
             self._compute_s += time.perf_counter() - start
-
-    def _merged(self, stats: LossStats) -> LossStats:
-        """The sum over ranks; one all_reduce carries sums and maximum alike, as each rank fills a row of its own."""
-        names = self.ranks.union(stats.sums)  # a rank without micro-batches knows none
-        values = stats.values(names)
-        rows = np.zeros((self.ranks.size, len(values)))
-        rows[self.ranks.rank] = values
-        return sum((LossStats.from_values(row, names) for row in self.all_reduce_sum(rows)), LossStats())
 
 
 def _columns(

@@ -74,8 +74,6 @@ class TransformersPolicy(nn.Module):
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self.module.train(checkpoint_activations)
         if checkpoint_activations:
-            if not self.module.supports_gradient_checkpointing:
-                raise ModelError(f"training.checkpoint_activations: must be false for {spec.architecture}, got true")
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property

@@ -6,8 +6,8 @@ call of it in one process, from 1), `process` (a pattern in the command line), `
 empty: calls that lack it do not count), `action` and `marker`, a file: who makes it strikes, nobody else ever. With
 `chance` and `seed` every call from the `nth` on is struck with that probability, and the marker grows by a byte a time.
 
-Actions: kill, stop, exit; enospc and reset, errors that are raised; delay:SECONDS; echo: an earlier call of the same
-object is made once more. Imports nothing before it knows that there is something to do here.
+Actions: kill; reset, an error that is raised; delay:SECONDS; echo: an earlier call of the same object is made once
+more. Imports nothing before it knows that there is something to do here.
 """
 
 import os
@@ -68,14 +68,8 @@ if os.environ.get("AREAL_FAULTS"):
         def strike(self, function, again):
             if self.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif self.action == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            elif self.action == "exit":
-                os._exit(1)
-            elif self.action == "enospc":
-                raise OSError(28, "No space left on device")
             elif self.action == "reset":
-                raise self.reset()
+                raise ConnectionResetError(104, "Connection reset by peer")
             elif self.action == "echo":
                 try:
                     function(*again)
@@ -83,13 +77,6 @@ if os.environ.get("AREAL_FAULTS"):
                     sys.stderr.write(f"echo of {again[1:3]} refused: {error}\n")
             else:
                 time.sleep(float(self.action.removeprefix("delay:")))
-
-        def reset(self):
-            if not self.module.startswith("aiohttp"):
-                return ConnectionResetError(104, "Connection reset by peer")
-            import aiohttp
-
-            return aiohttp.ClientOSError(104, "Connection reset by peer")
 
         def wrap(self, module):
             *outer, name = self.path.split(".")

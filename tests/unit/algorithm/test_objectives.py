@@ -228,21 +228,6 @@ def test_decoupled_is_ppo_where_nothing_is_stale():
     assert differentiated(decoupled, replace(tokens, proximal=None), CONFIG) == ppo
 
 
-def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
-    tokens = replace(sample(5), staleness=torch.zeros(40, dtype=torch.long))
-    assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
-
-
-@pytest.mark.parametrize("d", [2, 3, 6])
-def test_a3po_has_the_gradient_of_standard_ppo_under_a_clip_that_widens_with_staleness(d: int):
-    """w u = pi_theta / pi_behav = q, and u = q^(1/d) is clipped where q leaves the d-th powers of the bounds."""
-    tokens = replace(sample(6), staleness=torch.full((40,), d - 1))
-    wide = replace(CONFIG, clip_eps=1 - 0.8**d, clip_eps_high=1.2**d - 1)
-    gradient = differentiated(a3po, tokens, CONFIG)[1]
-    assert gradient == pytest.approx(differentiated(standard, tokens, wide)[1])
-    assert gradient != pytest.approx(differentiated(standard, tokens, CONFIG)[1])
-
-
 # -- completions -----------------------------------------------------------------------------------------------
 
 
@@ -295,31 +280,6 @@ def test_gspo_caps_and_masks_whole_completions():
     assert flags(masked)["mask"] == [2, 3, 5]
 
 
-def test_gspo_without_a_proximal_policy_has_the_published_ratio():
-    # pi_theta / pi_behav = 5.76, 1: 2.4; 0.25, 0.36: 0.3; 3.15; 1.96, 1: 1.4
-    fresh = replace(COMPLETIONS, proximal=None)
-    terms, gradient = differentiated(gspo, fresh, TENTH)
-    assert terms == pytest.approx([1.1, 1.1, -1.8, -1.8, 0, 1.1, 0, -1.4, -1.4])
-    assert gradient == pytest.approx([0, 0, 0, 0, 0, 0, 0, -1.4, -1.4])
-    # Without a clip the decoupled one comes to the same: w s is that ratio.
-    unclipped = replace(TENTH, clip_eps=9.0)
-    for both in zip(differentiated(gspo, COMPLETIONS, unclipped), differentiated(gspo, fresh, unclipped), strict=True):
-        assert both[0] == pytest.approx(both[1])
-
-
-def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient():
-    current, mean = COMPLETIONS.current.clone().requires_grad_(), of(0.0).sum()
-    for number in (0, 1, 2, 4):
-        at = COMPLETIONS.mask & (COMPLETIONS.sequence == number)
-        ratio = (current - COMPLETIONS.proximal)[at].mean().exp()
-        weight = (COMPLETIONS.proximal - COMPLETIONS.behaviour)[at].mean().exp()
-        advantage = COMPLETIONS.advantages[at][0]
-        mean = mean + weight * torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) / 4
-    loss = policy_loss(replace(COMPLETIONS, current=current), TENTH, denominator=4).loss
-    torch.testing.assert_close(loss, -mean)
-    torch.testing.assert_close(torch.autograd.grad(loss, current), torch.autograd.grad(-mean, current))
-
-
 @pytest.mark.parametrize("stale", [True, False])
 def test_gspo_of_completions_of_one_token_is_ppo(stale: bool):
     tokens = replace(sample(13), sequence=torch.arange(40), sequences=40)
@@ -347,15 +307,6 @@ def test_neither_order_nor_number_of_completions_matters(name: str):
     )
 
 
-def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():
-    tokens, free = sample(15), replace(CONFIG, clip_eps=1e9)
-    gradient = differentiated(cispo, tokens, free)[1]
-    assert gradient == pytest.approx(differentiated(standard, tokens, free)[1])
-    weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
-    assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
-    assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])
-
-
 # -- the registry ----------------------------------------------------------------------------------------------
 
 
@@ -369,3 +320,40 @@ def test_an_objective_of_ones_own_is_named_by_where_it_is():
     assert config.takes_proximal
     expected = policy_loss(TOKENS, replace(config, objective="decoupled"), denominator=1).loss
     assert policy_loss(TOKENS, config, denominator=1).loss == 2 * expected
+
+
+@pytest.mark.parametrize("d", [2, 3, 6])
+def test_a3po_has_the_gradient_of_standard_ppo_under_a_clip_that_widens_with_staleness(d: int):
+    """w u = pi_theta / pi_behav = q, and u = q^(1/d) is clipped where q leaves the d-th powers of the bounds."""
+    tokens = replace(sample(6), staleness=torch.full((40,), d - 1))
+    wide = replace(CONFIG, clip_eps=1 - 0.8**d, clip_eps_high=1.2**d - 1)
+    gradient = differentiated(a3po, tokens, CONFIG)[1]
+    assert gradient == pytest.approx(differentiated(standard, tokens, wide)[1])
+    assert gradient != pytest.approx(differentiated(standard, tokens, CONFIG)[1])
+
+
+def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient():
+    current, mean = COMPLETIONS.current.clone().requires_grad_(), of(0.0).sum()
+    for number in (0, 1, 2, 4):
+        at = COMPLETIONS.mask & (COMPLETIONS.sequence == number)
+        ratio = (current - COMPLETIONS.proximal)[at].mean().exp()
+        weight = (COMPLETIONS.proximal - COMPLETIONS.behaviour)[at].mean().exp()
+        advantage = COMPLETIONS.advantages[at][0]
+        mean = mean + weight * torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) / 4
+    loss = policy_loss(replace(COMPLETIONS, current=current), TENTH, denominator=4).loss
+    torch.testing.assert_close(loss, -mean)
+    torch.testing.assert_close(torch.autograd.grad(loss, current), torch.autograd.grad(-mean, current))
+
+
+def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
+    tokens = replace(sample(5), staleness=torch.zeros(40, dtype=torch.long))
+    assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
+
+
+def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():
+    tokens, free = sample(15), replace(CONFIG, clip_eps=1e9)
+    gradient = differentiated(cispo, tokens, free)[1]
+    assert gradient == pytest.approx(differentiated(standard, tokens, free)[1])
+    weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
+    assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
+    assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])

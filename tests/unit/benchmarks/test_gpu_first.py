@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_core.generation.engines.embedded import Engine
-from benchmarks import _gpu_parts
-
 ROOT = Path(__file__).parents[3]
 
 
@@ -35,10 +32,3 @@ def test_every_part_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
     assert "areal_core.generation.engines.torch_decoder" in imported
     assert not imported & {"areal_core.generation.engines.kernels", "prefect", "mlflow", "deepspeed", "vllm", "hydra"}
-
-
-def test_a_swap_that_keeps_the_weights_is_outside_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap = Engine.swap
-    monkeypatch.setattr(Engine, "swap", lambda engine, decoder, version: swap(engine, engine._decoder, version))
-    outside = _gpu_parts.agree(_gpu_parts.tiny(200), torch.device("cpu"))["outside"]
-    assert outside == ["swap_wrong_weights", "embedded_mean", "embedded_max", "kl_float32", "kl_bfloat16"]

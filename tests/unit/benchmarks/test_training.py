@@ -1,50 +1,32 @@
-"""The arms that are compared do the same work, cuts are what they are said to be, and what is made of the numbers."""
+"""The arms that are compared do the same work, and the rivals' as well."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import _training_offline as offline
 from benchmarks._training_offline import SETTINGS, make_batch, same_update
-from benchmarks.training import fastest, figures
+from benchmarks.trl import CASES, Case, grpo_arguments
+from flows.compose import compose
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_training_have_one_loss_and_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "BATCH_TOKENS", 600)
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_padded_training_has_the_loss_and_the_gradient_of_the_engine(name: str) -> None:
+    name, sharing = next(iter(SETTINGS)), next(iter(offline.SHARING))
     same_update(offline.arms(SETTINGS[name]), make_batch(SETTINGS[name], 0))
+    same_update(offline.sharing_arms(offline.SHARING[sharing]), make_batch(offline.SHARING[sharing], 0))
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", offline.SHARING)
-def test_sharing_prompts_has_the_loss_and_the_gradient_of_packs_of_whole_sequences(name: str) -> None:
-    same_update(offline.sharing_arms(offline.SHARING[name]), make_batch(offline.SHARING[name], 0))
-
-
-def test_ratios_are_within_rounds_and_baselines_are_the_best_and_the_most_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rounds = [
-        {"packed": 12.0, "padded": 4.0, "sorted_512": 10.0, "sorted_1024": 6.0},
-        {"packed": 30.0, "padded": 6.0, "sorted_512": 20.0, "sorted_1024": 50.0},
-        {"packed": 12.0, "padded": 3.0, "sorted_512": 10.0, "sorted_1024": 6.0},
-    ]
-    assert fastest(rounds, "sorted_") == "sorted_512"  # by medians: 10 and 6
-    cuts = [{"dynamic_512": 3.0, "fixed_512": 2.0, "dynamic_1024": 3.0, "fixed_1024": 2.5}]
-    peaks = {"dynamic_512": 40.0, "fixed_512": 20.0, "dynamic_1024": 90.0, "fixed_1024": 50.0}
-    monkeypatch.setattr(offline, "CAPACITIES", (512, 1024))
-    result = figures({"long_tail": rounds, "default": rounds}, cuts, peaks, {1: 0.04, 2: 0.02, 3: 0.03})
-    assert (result["packed_over_padded"], result["packed_over_sorted"]) == (4.0, 1.2)
-    assert (result["dynamic_over_fixed"], result["overhead_share"]) == (1.5, 0.03)
-    assert result["dynamic_over_fixed_by_capacity"] == {512: 1.5, 1024: 1.2}
-    assert result["dynamic_512_over_fixed_1024"] == 1.2  # peaks of 40 and 50
-    assert result["ratios"]["long_tail"]["sorted"] == [1.2, 1.5, 1.2]
-    assert result["tokens_per_cpu_s"]["default"]["padded"] == 4
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
+    config = compose(case.experiment, [f"training.steps={case.steps}"])
+    told = grpo_arguments(config, 2, Path("output"))
+    a_minibatch = told["per_device_train_batch_size"] * told["gradient_accumulation_steps"] * 2
+    assert a_minibatch * config.training.minibatches == config.rollout.batch_size
+    assert a_minibatch % told["num_generations"] == 0
+    assert told["max_steps"] == case.steps * config.training.minibatches

@@ -57,6 +57,18 @@ algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
 algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
+rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
+    algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
+rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulated
+    rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true
+algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
+    algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
+generation.engine=emulated
+    training.engine: must be emulated with generation.engine=emulated, got 'torch'
+generation.engine=emulated training.engine=emulated stop.score=0.5
+    stop.score: must be null where accelerators are emulated and nothing is learnt, got 0.5
+algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
+    algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 training.ranks=2 training.hosts=2 launch.remote_roles=generation

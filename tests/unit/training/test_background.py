@@ -163,16 +163,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Publisher, Co
     return Publisher(run, config, storage), controller
 
 
-def test_versions_and_their_reports_are_in_order(made: tuple[Publisher, Controller]) -> None:
-    publisher, controller = made
-    for step in (1, 2, 3):
-        publisher.publish(step, TENSORS)
-        publisher.report(step, {"loss/policy": 0.5}, Counter({0: 7}))
-    publisher.drain()
-    kinds = ("announce", "time/publish_s", "loss/policy", "staleness_histogram")
-    assert controller.calls == [(kind, step) for step in (1, 2, 3) for kind in kinds]
-
-
 def test_a_checkpoint_covers_the_report_of_its_step(made: tuple[Publisher, Controller]) -> None:
     publisher, controller = made
     controller.gate.clear()

@@ -52,12 +52,6 @@ def test_the_first_minibatch_is_its_own_proximal_policy(share_prompts: bool):
     assert_close(one.weights(), unlike.weights(), 0)
 
 
-def test_nothing_is_recomputed_for_a_single_minibatch():
-    one = engine()
-    assert not one.proximal_logprobs(batch(minibatches=1)).any()
-    assert not one.compute_s()
-
-
 def test_first_update_by_hand():
     """The gradient is clipped to its norm, then AdamW: w (1 - lr decay) - lr g / (|g| + eps), moments corrected."""
     one, share = engine(replace(TRAINING, grad_clip=1e-3)), batch(minibatches=1)
@@ -109,22 +103,6 @@ def test_an_adapter_of_another_rank_is_refused():
         engine(ADAPTED).load_state(engine().state())
 
 
-def test_an_update_that_is_not_finite_can_be_skipped_and_is_counted():
-    one, share = engine(replace(TRAINING, on_divergence="skip")), batch()
-    proximal = one.logprobs(share)
-    broken = share.behaviour_logprobs.copy()
-    own = {index for packed in share.microbatches[0] for index in packed.source.tolist()}
-    broken[min(own)] = np.nan
-    stats = one.train_step(replace(share, behaviour_logprobs=broken), proximal)
-    assert (stats.updates, stats.skipped) == (1, 1)
-    assert np.isfinite([stats.loss, stats.grad_norm, stats.update_norm, *stats.metrics.values()]).all()
-    assert one.state().scalars["updates"] == 1
-    other = engine()  # the same as if the first minibatch had never been
-    second = replace(share, minibatches=share.minibatches[1:])
-    assert other.train_step(second, proximal).loss == stats.loss
-    assert_close(one.weights(), other.weights(), 0)
-
-
 def test_norms_of_millions_of_elements_are_right():
     spec = replace(SPEC, vocab_size=2**18)
     one = TorchEngine(spec, weights(spec), TRAINING, AlgorithmConfig())
@@ -151,25 +129,6 @@ def test_layers_computed_again_change_no_bit(training: TrainingConfig):
     assert train(one, range(1, 3)) == train(other, range(1, 3))
     for name, values in one.weights().items():
         assert values.tobytes() == other.weights()[name].tobytes()
-
-
-def test_a_bfloat16_step_is_near_the_float32_step():
-    one, other = engine(replace(TRAINING, adam_eps=1.0)), engine(replace(HALF, adam_eps=1.0))
-    share = batch(minibatches=1)
-    proximal = one.logprobs(share)
-    error = np.abs(other.logprobs(share) - proximal)[share.loss_mask]
-    assert 1e-4 < error.mean() < 0.05
-    assert error.max() < 0.3
-    stats, half = one.train_step(share, proximal), other.train_step(share, proximal)
-    assert half.loss == pytest.approx(stats.loss, abs=0.02)
-    assert half.grad_norm == pytest.approx(stats.grad_norm, rel=0.05)
-    ours, theirs = (
-        np.concatenate(
-            [array.ravel() for name, array in sorted(a.state().arrays.items()) if name.startswith("exp_avg/")]
-        )
-        for a in (one, other)
-    )
-    assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.99
 
 
 def test_bfloat16_weights_take_updates_that_bfloat16_can_not_hold():

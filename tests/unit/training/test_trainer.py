@@ -1,9 +1,7 @@
-"""What the trainer does beside its steps, with a batch whose numbers are not finite, and with a checkpoint that is
-damaged for others."""
+"""What the trainer does beside its steps, and with a checkpoint that is damaged for others."""
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from areal_core.errors import DivergenceError
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
 from areal_core.training import publisher
@@ -28,25 +24,14 @@ from tests.support.training import batch
 PATIENCE_S = 20.0
 
 
-def trainer(root: Path, on_divergence: str = "stop") -> Trainer:
-    return Trainer(prepare(tiny(root, training={"on_divergence": on_divergence}), run_id="r"), 0)
-
-
-def times() -> StepTimes:
-    return StepTimes(waiting_since=0.0, start=0.0)
+def trainer(root: Path) -> Trainer:
+    return Trainer(prepare(tiny(root), run_id="r"), 0)
 
 
 def sound(step: int) -> TrainingBatch:
-    """Its updates are finite."""
-    share = broken(step)
-    return replace(share, behaviour_logprobs=np.where(share.loss_mask, -1, 0).astype(np.float32))
-
-
-def broken(step: int) -> TrainingBatch:
-    """No update of it is finite."""
     share = batch(step)
-    share = replace(share, tokens=share.tokens % 10, advantages=np.where(share.loss_mask, np.float32(1), np.float32(0)))
-    return replace(share, behaviour_logprobs=np.where(share.loss_mask, np.float32(np.nan), np.float32(0)))
+    marked = np.where(share.loss_mask, np.float32(1), np.float32(0))
+    return replace(share, tokens=share.tokens % 10, advantages=marked, behaviour_logprobs=-marked)
 
 
 def manifest(step: int) -> BatchManifest:
@@ -55,22 +40,6 @@ def manifest(step: int) -> BatchManifest:
         prompt_tokens=1, checksums=(), segment="", start=0,
     )  # fmt: skip
     return BatchManifest(step=step, groups=(group,))
-
-
-def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None:
-    share = broken(7)
-    with pytest.raises(DivergenceError, match=r"step 7, update 0: .*must be finite; its batch: ") as caught:
-        trainer(tmp_path)._learn(share, times())
-    path = Path(re.findall(r"its batch: (\S+)$", str(caught.value))[0])
-    assert path == tmp_path / "runs/r/diverged/step-000007-rank-0.safetensors"
-    arrays = load_file(path)
-    for name in ("tokens", "lengths", "prompt_lengths", "loss_mask", "behaviour_logprobs", "versions", "advantages"):
-        np.testing.assert_array_equal(arrays[name], getattr(share, name))
-    for index, members in enumerate(share.minibatches):
-        assert (arrays["minibatch"][list(members)] == index).all()
-    later = np.repeat(arrays["minibatch"] > 0, share.lengths)  # the first minibatch's own pass is its pi_prox
-    assert (arrays["proximal_logprobs"][share.loss_mask & later] < 0).all()
-    assert not arrays["proximal_logprobs"][~later].any()
 
 
 def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
@@ -117,21 +86,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     for step in range(1, 10):
         one._train_step(manifest(step), sound(step), 0.0)
     assert saved == [3, 8, 9]
-
-
-def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) -> None:
-    one = trainer(tmp_path, "skip")
-    for step in (1, 2):
-        stats = one._learn(broken(step), times())
-        assert (stats.updates, stats.skipped) == (0, 2)
-    stats = one._learn(sound(3), times())
-    assert (stats.updates, stats.skipped) == (2, 0)
-    for step in (4, 5):
-        one._learn(broken(step), times())
-    with pytest.raises(DivergenceError, match="step 6: no update was finite in 3 steps in a row"):
-        one._learn(broken(6), times())
-    saved = sorted(path.name for path in (tmp_path / "runs/r/diverged").iterdir())
-    assert saved == [f"step-{step:06d}-rank-0.safetensors" for step in (1, 2, 4, 5, 6)]
 
 
 @pytest.mark.parametrize(
