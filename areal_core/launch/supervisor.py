@@ -1,6 +1,6 @@
 """The parent's side of process control: starts the processes of one role, watches them, and leaves none behind.
 
-A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
+A process is *started* (in a session and with a log of its own), then *ready* (it has written its ready
 file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
 killed first. All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor looks
 at ready files, logs and starts that take too long; once a second it looks at heartbeats. `areal_core.launch.process` is

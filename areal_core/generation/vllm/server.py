@@ -1,7 +1,7 @@
 """A generation server that is vLLM's own, as a process of a run: started, made ready, ended with its launcher.
 
-    launcher --argv, lifeline--> this process --starts, watches--> vLLM (in its own environment)
-                                     |--> warm-up request, version label, ready file with vLLM's URL
+    launcher --argv--> this process --starts, watches--> vLLM (in its own environment)
+                           |--> warm-up request, version label, ready file with vLLM's URL
 
 Requests go to vLLM directly. It is ended when this process is, and this process ends when it does.
 
@@ -142,8 +142,7 @@ class _Server:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=process.lifeline_fds(),
-            # Safe beside the lifeline's thread, which sits in a read and holds no lock.
+            # Safe beside the heartbeat's thread, which holds no lock that this needs.
             preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
         )
 
