@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
@@ -45,7 +44,7 @@ class _Service:
 
 
 def log_file(folder: Path, name: str) -> LogFile:
-    return LogFile(folder / f"{name}.log", LaunchConfig.log_bytes, LaunchConfig.log_files)
+    return LogFile(folder / f"{name}.log")
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure

@@ -340,9 +340,6 @@ class LaunchConfig:
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
     head_trains: bool = True  # with remote trainers: whether the head node is the first of training.hosts
-    log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
-    log_bytes: int = bounded(16 * 2**20, low=64 * 1024, high=2**40)  # of a log, before it is rotated
-    log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
     disk_low_inodes: int = bounded(20_000, low=0)  # free on the same file systems: below it the run warns

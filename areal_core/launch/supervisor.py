@@ -245,7 +245,6 @@ class Supervisor:
         """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
         spent and nobody can."""
         name, log, budget = child.process.name, child.process.log, self._budgets[child.index]
-        final = final or log.disk_is_full  # so would be the next one's
         if not final and budget.take():
             self._say(f"{name} {how}: restart {budget.spent} of {budget.most}")
             if self.spec.gang:
@@ -309,7 +308,6 @@ class Supervisor:
         self.run_dir.ready_file(name, index).unlink(missing_ok=True)
         settings = {
             ATTEMPT: attempt,
-            logs.FORMAT: self.launch.log_format,
             logs.INDEX: str(index),
             heartbeat.FOLDER: str(self.run_dir.heartbeats),
         }
@@ -318,7 +316,7 @@ class Supervisor:
             started = children.start(
                 f"{name}-{index}",
                 spec.argv(index),
-                log=logs.LogFile(path, self.launch.log_bytes, self.launch.log_files),
+                log=logs.LogFile(path),
                 environment={**CHILD_ENV, **spec.env(index), **settings},
                 grace_s=self.launch.stop_timeout_s,
                 pass_fds=self.pass_fds,
@@ -374,8 +372,7 @@ class Supervisor:
     def _forward_log(self, child: _Member) -> None:
         name = child.process.name
         for line in child.process.log.new_lines():
-            for told in logs.plain(line, name):
-                self._tell(self.forward or self.log, f"{name}: {logs.shortened(told)}")
+            self._tell(self.forward or self.log, f"{name}: {logs.shortened(logs.plain(line, name))}")
 
     def _say(self, line: str) -> None:
         self._tell(self.log, line)

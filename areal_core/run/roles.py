@@ -195,7 +195,6 @@ def _vllm(run: RunDir, config: RunConfig, role: str, index: int, *options: Any) 
         "areal_core.generation.vllm.server",
         *_served(run, config, role, index),
         *("--log-file", run.log_file("vllm" if role == "generation" else f"vllm-{role}", index)),
-        *("--log-bytes", config.launch.log_bytes, "--log-files", config.launch.log_files),
         *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
         *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
         *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),

@@ -158,8 +158,7 @@ class Files:
         kind, name = request.match_info["kind"], request.match_info["name"]
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
-        launch = self.config.launch
-        limit, older = (launch.log_bytes, launch.log_files) if kind == LOGS else (_TIMELINE_BYTES, None)
+        limit, older = (logs.LOG_BYTES, logs.LOG_FILES) if kind == LOGS else (_TIMELINE_BYTES, None)
         file, data = self._run.root / kind / name, await request.read()
         fits, size = append(file, int(request.query["offset"]), data, limit=limit, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)

@@ -208,7 +208,7 @@ def test_damaged_file_and_one_that_nobody_waits_for_are_named(start: Start, tmp_
 
 
 def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(AwayError, match=r"is cut short, 0 of None bytes: the head node at http://127\.0\.0\.1:1 does"):
+    with pytest.raises(AwayError, match=r"is cut short, 0 of None bytes: http://127\.0\.0\.1:1 does not"):
         fetch(Head("http://127.0.0.1:1", "t"), "/model/m", tmp_path / "m", DIGEST, stopped=bool, patience_s=0.3)
 
 
@@ -248,7 +248,7 @@ def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> N
 )
 def test_what_is_no_url_of_a_head_node(url: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^--head: must be the URL of the head node's data server, as http://10\.0\.0\.1:89"
+        ConfigError, match=r"^--head: must be the URL of a data server, as http://10\.0\.0\.1:89"
     ):
         checked_url(url)
     assert checked_url("http://[fd00::1]:8900/") == "http://[fd00::1]:8900"
