@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation, Options, ServedEngine, make_engine, read_version
 from areal_core.generation.server.engine_thread import EngineThread
-from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
+from areal_core.generation.server.protocol import Abort, Finish, Relabel, RequestError, Update, parse, parse_request
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
@@ -122,13 +121,7 @@ class GenerationServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         spec = self._engine.spec
-        wanted = parse_request(
-            parse_json(await http.read()),
-            eos_token_ids=spec.eos_token_ids,
-            default_id=uuid.uuid4().hex,
-            version=self._name,
-        )
-        request = wanted.request
+        request = parse_request(await http.read(), eos_token_ids=spec.eos_token_ids, version=self._name)
         self._engine.check(request)
         if request.request_id in self._pending:
             raise RequestError(f"{request.request_id} is already being served", param="request_id")
@@ -137,13 +130,7 @@ class GenerationServer:
 
         def encoded(completions: Mapping[int, Completion]) -> bytes:
             indices = sorted(completions)
-            return encode_generation(
-                request,
-                [completions[index] for index in indices],
-                logprobs=wanted.logprobs,
-                eos_token_ids=spec.eos_token_ids,
-                indices=indices,
-            )
+            return encode_generation(request, [completions[index] for index in indices], indices=indices)
 
         try:
             if http.headers.get("Accept") == PARTS:
@@ -156,9 +143,8 @@ class GenerationServer:
             del self._pending[request.request_id]
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
-        """By the ids in responses, as in vLLM, or by those of the requests."""
-        given = take(parse_json(await http.read()), "request_ids", list)
-        ids = {str(request_id).removeprefix("generate-tokens-") for request_id in given}
+        given = parse(await http.read(), Abort).request_ids
+        ids = {request_id.removeprefix("generate-tokens-") for request_id in given}
         return web.json_response({"status": "aborted", "aborted": await self._thread.abort(ids)})
 
     def _deliver(self, finished: list[Generation]) -> None:
@@ -172,10 +158,7 @@ class GenerationServer:
         mode = http.query.get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise RequestError(f"must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}", param="mode")
-        clear_cache = http.query.get("clear_cache", "true")
-        if clear_cache not in ("true", "false"):
-            raise RequestError(f"must be true or false, got {clear_cache!r}", param="clear_cache")
-        await self._thread.pause(mode, clear_cache=clear_cache == "true")
+        await self._thread.pause(mode, clear_cache=http.query.get("clear_cache") != "false")
         return web.json_response({"status": "paused"})
 
     async def _resume(self, _: web.Request) -> web.Response:
@@ -186,9 +169,7 @@ class GenerationServer:
         return web.json_response({"is_paused": self._thread.is_paused})
 
     async def _sleep(self, http: web.Request) -> web.Response:
-        """Level 1 alone: there is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
-        if http.query.get("level", "1") != "1":
-            raise RequestError(f"must be 1, got {http.query['level']!r}", param="level")
+        """There is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
         self._sleeping = True
         return await self._pause(http)
 
@@ -207,16 +188,15 @@ class GenerationServer:
         return web.json_response({"message": "weight update started"})
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        info = take(parse_json(await http.read()), "update_info", dict)
-        path, digest = take(info, "path", str), take(info, "digest", str)
+        info = parse(await http.read(), Update).update_info
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), digest), digest
+        self._staged = await asyncio.to_thread(read_version, self._engine, Path(info.path), info.digest), info.digest
         return web.json_response({"message": "weights staged"})
 
     async def _finish_update(self, http: web.Request) -> web.Response:
-        version = parse_version(parse_json(await http.read()), "weight_version")
+        version = int(parse(await http.read(), Finish).weight_version)
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
         (staged, digest), self._staged, self._updating = self._staged, None, False
@@ -225,7 +205,7 @@ class GenerationServer:
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        version = parse_version(parse_json(await http.read()), "new_version")
+        version = int(parse(await http.read(), Relabel).new_version)
         await self._thread.ask(lambda engine: setattr(engine, "version", version))
         self._label = version
         return web.json_response({"success": True, "new_version": str(version)})

@@ -247,8 +247,6 @@ def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> N
     ["", "10.0.0.1:8900", "https://10.0.0.1:8900", "http://10.0.0.1", "http://10.0.0.1:x", "http://10.0.0.1:1/run"],
 )
 def test_what_is_no_url_of_a_head_node(url: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--head: must be the URL of a data server, as http://10\.0\.0\.1:89"
-    ):
+    with pytest.raises(ConfigError, match=r"^--head: must be the URL of a data server, as http://10\.0\.0\.1:89"):
         checked_url(url)
     assert checked_url("http://[fd00::1]:8900/") == "http://[fd00::1]:8900"

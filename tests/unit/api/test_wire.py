@@ -47,13 +47,13 @@ COMPLETIONS = [
 
 
 def encode(**changes):
-    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS))
     body["choices"][0] |= changes
     return orjson.dumps(body)
 
 
 def test_completions_survive_the_wire_to_the_bit():
-    parsed = parse_generation(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    parsed = parse_generation(encode_generation(REQUEST, COMPLETIONS))
     assert len(parsed) == len(COMPLETIONS)
     for got, sent in zip(parsed, COMPLETIONS, strict=True):
         for field in ("token_ids", "logprobs", "versions"):
@@ -76,7 +76,7 @@ def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
 
 
 def test_fields_are_those_of_vllm():
-    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS))
     assert body["request_id"] == "generate-tokens-r"
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 306, "total_tokens": 309}
     first = body["choices"][0]
@@ -86,10 +86,6 @@ def test_fields_are_those_of_vllm():
         {"version": "6", "start": 3, "end": 4},
     ]
     assert first["logprobs"]["content"][3]["token_id"] == 1
-    assert first["stop_reason"] is None
-    without = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=False, eos_token_ids=()))["choices"]
-    assert [choice["stop_reason"] for choice in without] == [1, None, None, None]  # a stop token of the request
-    assert without[0]["logprobs"] is None
     assert version_spans(np.zeros(0, dtype=np.int32)) == []
 
 
@@ -131,7 +127,7 @@ def test_parts_of_a_response_tell_whose_they_are_and_how_it_ends():
 
 
 def body(*completions, version=3):
-    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions], logprobs=True)
+    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions])
 
 
 def take(pending, indices, content):
