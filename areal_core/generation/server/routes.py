@@ -74,7 +74,6 @@ class GenerationServer:
         self._doors = [] if token is None else [guard(token)]
         self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
-        self._updating = False
         self._staged: tuple[Any, str] | None = None  # weights that the engine has made ready, and their hash
         self._label = engine.version
         self._name = MODEL_NAME  # of the version that is loaded, once one was
@@ -184,13 +183,11 @@ class GenerationServer:
 
     async def _start_update(self, _: web.Request) -> web.Response:
         """Begin an update; one that was begun and never finished is forgotten."""
-        self._updating, self._staged = True, None
+        self._staged = None
         return web.json_response({"message": "weight update started"})
 
     async def _update_weights(self, http: web.Request) -> web.Response:
         info = parse(await http.read(), Update).update_info
-        if not self._updating:
-            raise RequestError("no weight update was started", param="update_info")
         self._staged = None
         self._staged = await asyncio.to_thread(read_version, self._engine, Path(info.path), info.digest), info.digest
         return web.json_response({"message": "weights staged"})
@@ -199,7 +196,7 @@ class GenerationServer:
         version = int(parse(await http.read(), Finish).weight_version)
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        (staged, digest), self._staged, self._updating = self._staged, None, False
+        (staged, digest), self._staged = self._staged, None
         await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
         self._label, self._name = version, version_name(PolicyVersion(version=version, path="", digest=digest))
         return web.json_response({"message": "weight update finished"})
