@@ -159,7 +159,6 @@ class GenerationConfig:
     servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
     slots: int = bounded(32, low=1)  # completions that one server decodes at once: as many as a core's caches hold
     interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of completions, by an update
-    deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
     sleep: bool = False  # synchronous mode: servers release their accelerators while the trainer trains on them
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -415,7 +415,7 @@ def _synchronous(state: Path, steps: int) -> RunConfig:
         state,
         mode="sync",
         training={"steps": steps, "checkpoint_every": 4},
-        generation={"servers": 1, "deterministic": True},
+        generation={"servers": 1},
         launch={"restarts": 1000, "stop_timeout_s": 3.0},
     )
 

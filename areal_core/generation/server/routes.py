@@ -328,7 +328,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
     parser.add_argument("--context", type=int, help="tokens of prompt and completion; default: the model's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--deterministic", action="store_true", help="batch-invariant completions, to the bit")
     parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
     return parser.parse_args()
 
@@ -350,7 +349,6 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
         "slots": slots,
         "context": context,
         "version": version,
-        "deterministic": arguments.deterministic,
         "device": arguments.device,
     }
     return make_engine(arguments.engine, Path(arguments.model), spec, options)
