@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,7 +13,7 @@ from blake3 import blake3
 
 from areal_core.api import head as module
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError, Head, checked_url, fetch
+from areal_core.api.head import AwayError, Head, fetch
 from areal_core.errors import ConfigError, ProcessError, RunFinished, StorageError
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.remote import HeadNode
@@ -87,22 +86,6 @@ def serve(run: RunDir, start: Start) -> Serve:
         return server
 
     return controller
-
-
-GROUP = {"group_id": 7, "lengths": [3, 1], "rewards": [1.0, None], "truncated": [False, True], "ready_version": 0}
-MANIFEST = {
-    "step": 1,
-    "groups": [GROUP | {"prompt_tokens": 5, "checksums": [1, 2, 3], "segment": "000001-000001", "start": 12}],
-}
-
-
-def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Serve) -> None:
-    responses = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
-    serve(lambda path: next(responses))
-    manifest = ControllerClient(run).batch(1)
-    assert manifest.step == 1
-    assert manifest.groups[0].group_id == 7
-    assert manifest.groups[0].rewards == (1.0, None)
 
 
 def test_a_join_is_asked_for_until_the_server_is_at_work(run: RunDir, serve: Serve) -> None:
@@ -240,13 +223,3 @@ def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> N
             where.append(head_node.serve())
             assert session.ask("GET", "/run")[0] == 200
             assert session.url == where[-1]
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["", "10.0.0.1:8900", "https://10.0.0.1:8900", "http://10.0.0.1", "http://10.0.0.1:x", "http://10.0.0.1:1/run"],
-)
-def test_what_is_no_url_of_a_head_node(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--head: must be the URL of a data server, as http://10\.0\.0\.1:89"):
-        checked_url(url)
-    assert checked_url("http://[fd00::1]:8900/") == "http://[fd00::1]:8900"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from areal_core.api.wire import encode_request
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.engine import EngineStats
-from areal_core.generation.server import routes
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import parse_request
 from areal_core.generation.vllm import server
@@ -53,19 +51,6 @@ def test_a_file_without_one(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ConfigError, match=r"^--token-file: \S+ is empty, must hold the token of a run$"):
         token("--token-file", tmp_path / "token")
-
-
-def test_full_disk_is_not_taken_for_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def serve(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("sys.argv", ["routes", "--model", "m"])
-    monkeypatch.setattr(routes.logs, "start", lambda role: None)
-    monkeypatch.setattr(routes.process, "adopt", lambda ready_file: None)
-    monkeypatch.setattr(routes, "_engine", lambda arguments: None)
-    monkeypatch.setattr(routes, "_serve", serve)
-    with pytest.raises(OSError, match="No space left"):
-        routes.main()
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,6 @@ def test_ended_process_keeps_its_number_until_it_is_reaped(tmp_path: Path, code:
     assert child.log.path.read_text() == "done\n"
 
 
-def test_absent_program_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError):
-        children.start("x", ["/nowhere"], log=LogFile(tmp_path / "x.log"), environment={}, grace_s=1.0)
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_process_that_outlives_its_launcher_is_not_swept_away(tmp_path: Path) -> None:
     """As what `make up` leaves running does; one of the usual kind goes with it."""
     code = f"""
