@@ -132,8 +132,6 @@ def _check_evaluation(config: RunConfig) -> None:
     if config.scores_at_the_end:
         late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
         require(score is None, "stop.score", f"null {late}", score)
-        keeps = config.training.keep_best
-        require(not keeps, "training.keep_best", f"false {late}", keeps)
     shared = lent or config.launch.accelerator == "cpu"
     why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared

@@ -240,8 +240,6 @@ class TrainingConfig:
     collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
     checkpoint_every: int = bounded(10, low=1)  # steps
     keep_checkpoints: int = bounded(2, low=1)  # the newest ones, which a run can be resumed from
-    keep_every: int | None = bounded(None, low=1)  # steps: besides, that of every so many
-    keep_best: bool = False  # besides, the one whose version has the best held-out accuracy
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def check(self) -> None:

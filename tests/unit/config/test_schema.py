@@ -100,8 +100,6 @@ evaluation.servers=0 generation.servers=1
     evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
     stop.score: must be null with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run h
-mode=sync evaluation.servers=0 generation.sleep=true training.keep_best=true
-    training.keep_best: must be false with evaluation.servers=0 and generation.sleep=true, as versions are scored once
 evaluation.accelerator=cuda
     evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=0 generation.servers=2 launch.accelerator=cuda launch.devices=3
