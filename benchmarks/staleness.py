@@ -243,7 +243,7 @@ class LaggedTraining:
                 config,
                 self._job.model_path,
                 prompt,
-                whole_completions(encode_generation(request, group, logprobs=True), len(group)),
+                whole_completions(encode_generation(request, group), len(group)),
             )
             for prompt, request, group in zip(prompts, requests, completions, strict=True)
         ]

@@ -1,7 +1,7 @@
 """Processes that are started together, watched together and ended in order.
 
-Everything that they start in turn carries a mark in its environment, however deep and in whatever session, and holds
-the lifeline of `areal_core.launch.process`: nothing outlives them, whoever is killed.
+Everything that they start in turn carries a mark in its environment, however deep and in whatever session, by which
+`areal_core.launch.sweeper` finds it: nothing outlives them, whoever is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
@@ -44,7 +43,7 @@ class _Service:
 
 
 def log_file(folder: Path, name: str) -> LogFile:
-    return LogFile(folder / f"{name}.log", LaunchConfig.log_bytes, LaunchConfig.log_files)
+    return LogFile(folder / f"{name}.log")
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
@@ -101,7 +100,7 @@ class Services:
         options: dict[str, Any] = {"sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
-        # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
+        # Foreign programs don't call `process.adopt`. Safe here: no thread of this process holds a lock.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
         )

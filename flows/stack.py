@@ -1,10 +1,10 @@
 """The local servers behind the pages: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
 
 One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
-in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it holds a lifeline to that
-command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
-stale pid means nothing; `.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started
-again a few times; runs go on meanwhile. With the worker the stack ends. The environment wins: a
+in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it ends with that command. It
+keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
+`.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started again a few times; runs go on
+meanwhile. With the worker the stack ends. The environment wins: a
 server that PREFECT_API_URL (or an explicit Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
 AREAL_STATE_DIR is the folder to use in place of `.areal`.
 """
@@ -104,7 +104,7 @@ class Launch:
         self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         self._mark = secrets.token_hex(8)
         # In a session of its own: Ctrl-C in the terminal is for the command, which ends things in order. The one of
-        # `make up` has no lifeline.
+        # `make up` outlives it.
         self._process = children.start(
             "stack",
             [sys.executable, "-m", "flows.stack", "serve", owner, str(report)],

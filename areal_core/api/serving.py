@@ -7,9 +7,9 @@ request must have come, however slowly they come. Nothing bounds a body.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ async def listen(runner: web.AppRunner, address: str, port: int = 0, *, kept: Pa
     elif kept.exists():
         await _listen_again(runner, address, int(kept.read_text()), kept)
     else:
-        await _listen_on_first(runner, address, _lasting_ports())
+        await _listen_on_first(runner, address)
         write_json(kept, runner.addresses[0][1])
     host, port = runner.addresses[0][:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -72,23 +72,15 @@ async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Pa
         await asyncio.sleep(_AGAIN_S)
 
 
-async def _listen_on_first(runner: web.AppRunner, address: str, ports: Sequence[int]) -> None:
-    """Listen on the first port that is free."""
-    for port in ports[:-1]:
-        try:
+async def _listen_on_first(runner: web.AppRunner, address: str) -> None:
+    """Listen on a free port that the kernel gives to no connection, which could take one while its listener is started
+    again; on any port, should none be found."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for left in reversed(range(_TRIES)):
+        port = random.SystemRandom().randrange(_FIRST_PORT, low) if left and low > _FIRST_PORT else 0
+        with contextlib.suppress(OSError):  # it is taken
             await web.TCPSite(runner, address, port).start()
             return
-        except OSError:  # taken: the next one
-            continue
-    await web.TCPSite(runner, address, ports[-1]).start()
-
-
-def _lasting_ports() -> list[int]:
-    """Some ports that the kernel gives to no connection, which could take one while its listener is started again; and
-    any port, should all of these be taken."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    below = range(_FIRST_PORT, max(low, _FIRST_PORT))
-    return [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]
 
 
 async def _read(request: web.Request, silent_s: float) -> None:

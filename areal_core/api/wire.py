@@ -91,15 +91,9 @@ def encode_request(request: GenerationRequest, model: str = MODEL_NAME, cache_sa
 
 
 def encode_generation(
-    request: GenerationRequest,
-    completions: Sequence[Completion],
-    *,
-    logprobs: bool,
-    eos_token_ids: Sequence[int] = (),
-    indices: Sequence[int] | None = None,
+    request: GenerationRequest, completions: Sequence[Completion], *, indices: Sequence[int] | None = None
 ) -> bytes:
-    """The body of a response; `indices` of the completions, if they are not all of them. As in vLLM, `stop_reason`
-    names the stop token unless it is the model's own end token."""
+    """The body of a response; `indices` of the completions, if they are not all of them."""
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     numbered = zip(range(len(completions)) if indices is None else indices, completions, strict=True)
     return orjson.dumps(
@@ -111,7 +105,7 @@ def encode_generation(
                 "completion_tokens": completion_tokens,
                 "total_tokens": len(request.token_ids) + completion_tokens,
             },
-            "choices": [_encode_choice(index, completion, logprobs, eos_token_ids) for index, completion in numbered],
+            "choices": [_encode_choice(index, completion) for index, completion in numbered],
         }
     )
 
@@ -181,22 +175,20 @@ def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
     return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _encode_choice(index: int, completion: Completion, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+def _encode_choice(index: int, completion: Completion) -> dict[str, Any]:
     tokens = completion.token_ids.tolist()
     content = [
         {"token_id": token, "logprob": value} for token, value in zip(tokens, completion.logprobs.tolist(), strict=True)
     ]
-    own_stop = completion.finish_reason == "stop" and tokens[-1] not in eos_token_ids
     return {
         "index": index,
         "finish_reason": completion.finish_reason,
-        "stop_reason": tokens[-1] if own_stop else None,
         "token_ids": tokens,
         "weight_versions": [
             {"version": str(version), "start": start, "end": end}
             for version, start, end in version_spans(completion.versions)
         ],
-        "logprobs": {"content": content} if logprobs else None,
+        "logprobs": {"content": content},
     }
 
 

@@ -159,7 +159,6 @@ class GenerationConfig:
     servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
     slots: int = bounded(32, low=1)  # completions that one server decodes at once: as many as a core's caches hold
     interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of completions, by an update
-    deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
     sleep: bool = False  # synchronous mode: servers release their accelerators while the trainer trains on them
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -235,8 +234,6 @@ class TrainingConfig:
     collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
     checkpoint_every: int = bounded(10, low=1)  # steps
     keep_checkpoints: int = bounded(2, low=1)  # the newest ones, which a run can be resumed from
-    keep_every: int | None = bounded(None, low=1)  # steps: besides, that of every so many
-    keep_best: bool = False  # besides, the one whose version has the best held-out accuracy
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def check(self) -> None:
@@ -333,9 +330,6 @@ class LaunchConfig:
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
-    log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
-    log_bytes: int = bounded(16 * 2**20, low=64 * 1024, high=2**40)  # of a log, before it is rotated
-    log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _HAND_OVER_S = 10.0  # for the responses of a server that leaves to come in
 _ABORT_AGAIN_S = 1.0
 _LOADS_ALONE = 2  # of a server that joins, before it holds up versions that come faster than it loads them
-_LOAD_S = 10.0  # for a load that holds others up, at least; twice what its longest one took
 Newest = Callable[[], PolicyVersion | None]
 
 
@@ -316,7 +315,7 @@ class GenerationPool:
     async def _join(self, server: Server, newest: Newest) -> None:
         """`exclusive` is not held while a server loads weights, so that one that is slow, or hangs, holds up no update
         of the others. A version that they have got meanwhile it loads next. One that does not catch up so loads once
-        more with `exclusive` held, for about as long as it has taken before."""
+        more with `exclusive` held."""
         registry = self.registry
         async with registry.exclusive:
             known = next((one for one in registry.at_work if one.name == server.name), None)
@@ -330,23 +329,14 @@ class GenerationPool:
         load = await server.client.load()
         if load.running or load.waiting:  # for a controller that is gone, whose machine could not say so
             await server.client.abort_all()
-        clock, longest_s = asyncio.get_running_loop().time, 0.0
         for _ in range(_LOADS_ALONE):
-            start = clock()
             counted = await self._load_target(server, newest)
-            longest_s = max(longest_s, clock() - start)
             async with registry.exclusive:
                 if server.loaded == registry.target:
                     await self._serve(server, counted)
                     return
-        limit_s = max(_LOAD_S, 2 * longest_s)
-        async with registry.exclusive:
-            try:
-                async with patience(limit_s):
-                    counted = await self._load_target(server, newest)
-            except TimeoutError:
-                raise ServerLostError(f"{server.name}: it took more than {limit_s:g} s to catch up") from None
-            await self._serve(server, counted)
+        async with registry.exclusive:  # for no longer than its client has patience
+            await self._serve(server, await self._load_target(server, newest))
 
     async def _serve(self, server: Server, counted: int) -> None:
         self.counters.join(server.name, server.url, counted)

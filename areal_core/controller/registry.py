@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -81,10 +80,8 @@ class Server:
     """One incarnation of a named server: one process, from its registration to its end."""
 
     name: str
-    incarnation: int  # of its name, from 1 on
     client: GenerationClient
     state: ServerState = ServerState.ANNOUNCED
-    why: str = ""  # the reason for this state
     loading: PolicyVersion | None = None  # as it joins
     loaded: PolicyVersion | None = None
     joining: asyncio.Task[None] | None = None  # the task that has it join
@@ -112,7 +109,6 @@ class ServerRegistry:
         self.exclusive = asyncio.Lock()
         self.target: PolicyVersion | None = None  # the newest version that was asked for
         self._servers: list[Server] = []  # in the order of their registration
-        self._incarnations: Counter[str] = Counter()
         self._subscribers: list[Callable[[Server, ServerState], None]] = []
         self._changed = asyncio.Event()
 
@@ -147,8 +143,7 @@ class ServerRegistry:
         for before in self.servers:
             if before.name == name and before.state is ServerState.LOST:
                 self.apply(before, "end", "another one takes its place")
-        self._incarnations[name] += 1
-        server = Server(name, self._incarnations[name], client)
+        server = Server(name, client)
         self._servers.append(server)
         self._tell(server, ServerState.ANNOUNCED)
         return server
@@ -162,12 +157,12 @@ class ServerRegistry:
             server.loaded = version
         if before is after:
             return
-        server.state, server.why = after, reason or event
+        server.state = after
         if after is ServerState.ENDED:
             self._servers.remove(server)
         level = logging.WARNING if event == "fail" else logging.DEBUG
         what = "taken out" if event == "fail" else after.value
-        logger.log(level, "generation server %s is %s: %s", server.name, what, server.why)
+        logger.log(level, "generation server %s is %s: %s", server.name, what, reason or event)
         self._tell(server, before)
 
     async def until(self, condition: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -124,7 +124,6 @@ class Retention:
             self.storage,
             self.config.training.keep_checkpoints,
             number=self.number,
-            kept_too=self._kept_too,
             in_use=self.snapshots.in_use,
         )
         if self.config.rollout.retain == "uncommitted":
@@ -132,14 +131,6 @@ class Retention:
             while self.ledger.free(oldest) or self.ledger.fold(kept):
                 await asyncio.to_thread(self.ledger.flush)
         await self.payloads.keep(self.ledger.payloads.segments())
-
-    def _kept_too(self, steps: Sequence[int]) -> Collection[int]:
-        """Of the steps that have a complete checkpoint, those whose checkpoints are kept however old they get."""
-        training = self.config.training
-        kept = {step for step in steps if training.keep_every is not None and step % training.keep_every == 0}
-        if training.keep_best and (best := best_of([e for e in self.recorder.evaluations if e.version in steps])):
-            kept.add(best.version)
-        return kept
 
 
 def _delete_pages(folder: Path, scored: Collection[int], kept: Collection[str]) -> None:

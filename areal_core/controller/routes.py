@@ -74,7 +74,7 @@ class Routes:
 
     def __init__(self, run: Service) -> None:
         self._run = run
-        self._descriptions: dict[int, tuple[BatchManifest, bytes]] = {}  # of batches, by step: JSON for all ranks
+        self._recorded: BatchManifest | None = None  # the last batch whose metrics are
 
     def app(self) -> web.Application:
         middlewares = [guard(self._run.run_dir.token()), refusals(_STATUSES)]
@@ -127,15 +127,12 @@ class Routes:
             return web.Response(status=204)
         if self._run.config.sleeps:
             await self._run.servers.sleep()
-        described = self._descriptions.get(step)
-        if described is None or described[0] is not manifest:  # no other rank has asked for it
-            described = manifest, msgspec.json.encode(manifest)
-            last = self._descriptions.get(step - 1)
-            self._descriptions = {step: described} | ({} if last is None else {step - 1: last})
-            if step >= fixed_before:  # once more after a restart, which may have come before the first time
-                self._run.recorder.batch_fixed(manifest)
-                await self._run.record_texts(manifest)
-        return web.Response(body=described[1], content_type="application/json")
+        # Once for all ranks; once more after a restart, which may have come before the first time.
+        if step >= fixed_before and manifest is not self._recorded:
+            self._recorded = manifest
+            self._run.recorder.batch_fixed(manifest)
+            await self._run.record_texts(manifest)
+        return web.Response(body=msgspec.json.encode(manifest), content_type="application/json")
 
     async def _group(self, request: web.Request) -> web.Response:
         """Parts of a group's payload, for a rank that has found damage."""

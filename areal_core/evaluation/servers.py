@@ -48,7 +48,7 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
         config.evaluation.engine,
         folder,
         spec,
-        {"slots": slots, "context": context, "version": 0, "deterministic": True, "device": "cpu"},
+        {"slots": slots, "context": context, "version": 0, "device": "cpu"},
     )
     return OwnEngine(engine, slots=slots)
 

@@ -86,7 +86,6 @@ class GenerationClient:
         self._paused_before_s = 0.0  # by earlier updates
         self._completion_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
-        self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
         self._other_tokens = 0  # vLLM's, of requests that were not the rollout's
         self._generated_tokens = 0  # at the last look
         # Tokens, at most, of the rollout's requests: in flight, completed, and completed before the last `load`.
@@ -287,10 +286,7 @@ class GenerationClient:
             return version
         body = orjson.dumps(dataclasses.asdict(version))
         content = await self._connection.call("POST", f"{self.stager}/stage", body)
-        try:
-            return dataclasses.replace(version, path=str(orjson.loads(content)["path"]))
-        except (ValueError, KeyError, TypeError):
-            raise GenerationError(f"{self.stager}/stage names no path") from None
+        return dataclasses.replace(version, path=orjson.loads(content)["path"])
 
     async def _check(self, version: PolicyVersion) -> None:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
@@ -331,11 +327,6 @@ class GenerationClient:
         running, now = int(values.get("num_requests_running", 0)), time.monotonic()
         self._completion_s, self._looked = self._completion_s + running * (now - self._looked), now
         generated = int(values.get("generation_tokens_total", 0))
-        prefill = (
-            values.get("request_prefill_time_seconds_sum", 0.0),
-            values.get("request_prefill_time_seconds_count", 0),
-        )
-        (spent_s, prefills), self._prefill = (prefill[0] - self._prefill[0], prefill[1] - self._prefill[1]), prefill
         return ServerLoad(
             running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
@@ -345,7 +336,7 @@ class GenerationClient:
             idle_s=self._doing.seconds("wait"),
             paused_s=self._doing.seconds("update"),
             swap_ms=self._swap_ms,
-            recompute_ms=1e3 * spent_s / prefills if prefills else 0.0,  # a request's mean, since the last look
+            recompute_ms=0.0,  # what was interrupted is prefilled among other requests
             recomputed_tokens=0,
         )
 

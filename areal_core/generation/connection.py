@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import aiohttp
 
@@ -63,8 +65,13 @@ class Connection:
             raise kind(f"{where}: {response.status}: {content:.500}")
         return response
 
-    def failures(self, path: str) -> Failures:
-        return Failures(self._where(path))
+    @contextmanager
+    def failures(self, path: str) -> Iterator[None]:
+        """Turns what a connection fails with into ServerLostError."""
+        try:
+            yield
+        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            raise ServerLostError(f"{self._where(path)}: {type(error).__name__}: {error}") from None
 
     async def close(self) -> None:
         await self._session.close()
@@ -76,21 +83,6 @@ class Connection:
 
     def _where(self, path: str) -> str:
         return path if "://" in path else f"{self._url}{path}"
-
-
-class Failures:
-    """Turns what a connection fails with into ServerLostError. A class, as there are thousands at once."""
-
-    __slots__ = ("_where",)
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
-        if isinstance(error, (aiohttp.ClientError, asyncio.IncompleteReadError)):
-            raise ServerLostError(f"{self._where}: {type(error).__name__}: {error}") from None
 
 
 class Completions:

@@ -1,6 +1,6 @@
 """The parent's side of process control: child processes, tied to this process, waited for and ended as a whole.
 
-`areal_core.launch.process` has the two ties and the child's side of them. `supervisor` runs the roles of a run with
+`areal_core.launch.process` has the child's side. `supervisor` runs the roles of a run with
 this, `flows.services` the servers behind the pages.
 """
 
@@ -28,7 +28,6 @@ class Child:
     name: str
     popen: subprocess.Popen[bytes]
     pidfd: int
-    lifeline: int  # write end: its descendants read end-of-file when we close it or die
     log: LogFile
 
     @property
@@ -47,14 +46,12 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def reap(self) -> int:
-        """Kill what is left of its process group, collect it, and close the lifeline of its descendants in other
-        sessions; returns its exit status."""
+        """Kill what is left of its process group, and collect it; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         sweeper.remove(self.pid)
         code = self.popen.wait()
         os.close(self.pidfd)
-        os.close(self.lifeline)
         return code
 
 
@@ -76,28 +73,21 @@ def start(
     mark = {} if outlives else sweeper.mark
     if not outlives:
         sweeper.check()
-    read_end, write_end = os.pipe()
-    try:
-        with log.path.open("ab") as output:
-            popen = subprocess.Popen(
-                argv,
-                cwd=cwd,
-                env={**os.environ, **environment, **mark, **process.tie(read_end, grace_s)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(read_end, *pass_fds),
-                preexec_fn=(lambda: process.die_with_parent(signal.SIGTERM)) if foreign else None,
-            )
-    except OSError:
-        os.close(write_end)
-        raise
-    finally:
-        os.close(read_end)
+    with log.path.open("ab") as output:
+        popen = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env={**os.environ, **environment, **mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            preexec_fn=(lambda: process.die_with_parent(signal.SIGTERM)) if foreign else None,
+        )
     if not outlives:
         sweeper.add(popen.pid, grace_s)
-    return Child(name, popen, os.pidfd_open(popen.pid), write_end, log)
+    return Child(name, popen, os.pidfd_open(popen.pid), log)
 
 
 def how_it_ended(code: int) -> str:

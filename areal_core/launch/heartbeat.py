@@ -24,7 +24,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,41 +198,28 @@ class Standstill:
 
     def __init__(self, folder: Path, launch: LaunchConfig) -> None:
         self._folder, self._launch = folder, launch
-        self._beats: dict[str, tuple[int, float]] = {}  # of every process the last one, and the seconds since
-        self._last: dict[str, tuple[int, int]] = {}  # pid and progress
+        self._last: dict[str, Heartbeat] = {}  # of every process
         self._still_s = 0.0
 
     def look(self, elapsed_s: float) -> str | None:
-        """How the run stands still; None while it does not. One process that is busy, silent or waiting for the store
-        is enough for that: the first two have watchdogs of their own, and the store's requests have bounds."""
-        heartbeats = self._alive(elapsed_s)
-        waits = all(
-            said.waits_for not in (None, STORE) and self._beats[name][1] <= _BEATS_S
-            for name, said in heartbeats.items()
+        """How the run stands still; None while it does not. One process that is busy or waits for the store is enough
+        for that: the first has a watchdog of its own, and the store's requests have bounds. One that is silent has a
+        watchdog, too; spectators do not count."""
+        files = [file for file in self._folder.iterdir() if not file.name.startswith(SPECTATORS)]
+        found = {file.name: said for file in files if (said := read(file)) is not None}
+        before, self._last = self._last, self._last | found
+        beating = {name: said for name, said in found.items() if name not in before or before[name].beats != said.beats}
+        still = beating and all(
+            said.waits_for not in (None, STORE)
+            and name in before
+            and (before[name].pid, before[name].progress) == (said.pid, said.progress)
+            for name, said in beating.items()
         )
-        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in heartbeats.items()}
-        self._still_s = self._still_s + elapsed_s if heartbeats and waits and self._last == before else 0.0
+        self._still_s = self._still_s + elapsed_s if still else 0.0
         if self._still_s <= self._launch.stall_timeout_s:
             return None
-        first = "trainer-0" if "trainer-0" in heartbeats else "controller-0"
-        return (
-            f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): "
-            f"{chain(heartbeats, first)}"
-        )
-
-    def _alive(self, elapsed_s: float) -> dict[str, Heartbeat]:
-        """Those whose last beat is not too old, but for spectators."""
-        living: dict[str, Heartbeat] = {}
-        for file in self._folder.iterdir():
-            name, said = file.name, read(file)
-            if said is None or name.startswith(SPECTATORS):
-                continue
-            beats, silent_s = self._beats.get(name, (0, 0.0))
-            silent_s = silent_s + elapsed_s if said.beats == beats else 0.0
-            self._beats[name] = said.beats, silent_s
-            if silent_s <= self._launch.liveness_timeout_s:
-                living[name] = said
-        return living
+        said = "; ".join(f"{name} {described(said)}" for name, said in sorted(found.items()))
+        return f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): {said}"
 
 
 def described(said: Heartbeat) -> str:
@@ -247,25 +234,3 @@ def kernel_state(pid: int) -> str:
     except OSError:
         return "gone"
     return next(line.removeprefix("State:").strip() for line in lines if line.startswith("State:"))
-
-
-def chain(heartbeats: Mapping[str, Heartbeat], first: str) -> str:
-    """The chain of who waits for whom, from the process `first` on, in words; its last link is what stands still.
-
-    `heartbeats` by the names of processes. A part of the run that several processes are, "generation", is the first of
-    them that is busy, or the first.
-    """
-    links: list[str] = []
-    name: str | None = first
-    while name is not None and name in heartbeats and all(not link.startswith(f"{name} ") for link in links):
-        said = heartbeats[name]
-        links.append(f"{name} {described(said)}")
-        name = _meant(said.waits_for, heartbeats)
-    return "; ".join(links)
-
-
-def _meant(waits_for: str | None, heartbeats: Mapping[str, Heartbeat]) -> str | None:
-    if waits_for is None or waits_for in heartbeats:
-        return waits_for
-    ones = sorted(name for name in heartbeats if name.rpartition("-")[0] == waits_for)
-    return next((name for name in ones if heartbeats[name].waits_for is None), ones[0] if ones else None)

@@ -1,6 +1,6 @@
 """The parent's side of process control: starts the processes of one role, watches them, and leaves none behind.
 
-A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
+A process is *started* (in a session and with a log of its own), then *ready* (it has written its ready
 file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
 killed first. All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor looks
 at ready files, logs and starts that take too long; once a second it looks at heartbeats. `areal_core.launch.process` is
@@ -80,7 +80,7 @@ CHILD_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 _STARTING_S, _TURN_S = 0.05, 0.25  # between two looks at ready files and logs: while a process starts, and later
-_STACKS_S, _QUIET_S = 2.0, 0.2  # for a process to begin with its stacks; without more of them, it has written them
+_STACKS_S = 1.0  # for a process to write its stacks
 _RETRY_S = 0.1  # where the kernel tells of no change
 _NICE_S = 10.0  # for the kernel to take a session's nice value
 
@@ -217,14 +217,14 @@ class Supervisor:
                 self._handle_ends(happened)
                 self._start_absent()
                 self._look_for_hung()
+        except BaseException:  # of a listener whose pipe is broken, for instance: none is told anything again
+            self.log = self.forward = lambda _: None
+            raise
         finally:
             for child in self._children.values():
                 if self.explains and child.ready and child.watchdog.last is not None:
                     self._stacks(child)
-            try:
-                self._terminate(list(self._children.values()))
-            finally:
-                self._terminate(list(self._children.values()))  # those that a failing `log` has kept from it
+            self._terminate(list(self._children.values()))
 
     def _handle_ends(self, happened: set[int]) -> None:
         for child in list(self._children.values()):
@@ -245,9 +245,8 @@ class Supervisor:
         """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
         spent and nobody can."""
         name, log, budget = child.process.name, child.process.log, self._budgets[child.index]
-        final = final or log.disk_is_full  # so would be the next one's
         if not final and budget.take():
-            self._say(f"{name} {how}: restart {budget.spent} of {budget.most}")
+            self.log(f"{name} {how}: restart {budget.spent} of {budget.most}")
             if self.spec.gang:
                 self._terminate(list(self._children.values()))
                 self._start(self.spec.indices)
@@ -257,7 +256,7 @@ class Supervisor:
             self._absent[child.index] = time.monotonic() + (wait_s := budget.next_s())
             again = f"it is started again in {wait_s:.0f} s" if wait_s < math.inf else "it has none"
             left = f"{len(self._children)} of {self.spec.count} go on"
-            self._say(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
+            self.log(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
         else:
             after = f" after {budget.total} restarts" if budget.total else ""
             raise ProcessError(f"{name} {how}{after}; {log.path} ends: {log.last_lines(name)}")
@@ -266,7 +265,7 @@ class Supervisor:
         for index, at in list(self._absent.items()):
             if time.monotonic() >= at and (budget := self._budgets[index]).take():
                 del self._absent[index]
-                self._say(f"{self.spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
+                self.log(f"{self.spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
                 self._start([index])
 
     def _look_for_hung(self) -> None:
@@ -285,19 +284,13 @@ class Supervisor:
             self._recover(child, f"{how}; {stacks}: killed")
 
     def _stacks(self, child: _Member) -> str:
-        """Have a process write the stacks of its threads into its log, within seconds; what became of it. One that has
-        a heartbeat has a handler for the signal."""
+        """Have a process write the stacks of its threads into its log; what became of it. One that has a heartbeat has
+        a handler for the signal."""
         if kernel_state(child.process.pid).startswith(("T", "t")):
             return "its stacks can't be told"
-        path, deadline = child.process.log.path, time.monotonic() + _STACKS_S
-        before = size = path.stat().st_size
         child.process.send(process.STACKS)
-        while time.monotonic() < deadline:
-            time.sleep(_QUIET_S)
-            last, size = size, path.stat().st_size
-            if before < last == size:
-                break
-        return f"its stacks are in {path}"
+        time.sleep(_STACKS_S)
+        return f"its stacks are in {child.process.log.path}"
 
     def _start(self, indices: Iterable[int]) -> None:
         attempt = secrets.token_hex(8)
@@ -309,7 +302,6 @@ class Supervisor:
         self.run_dir.ready_file(name, index).unlink(missing_ok=True)
         settings = {
             ATTEMPT: attempt,
-            logs.FORMAT: self.launch.log_format,
             logs.INDEX: str(index),
             heartbeat.FOLDER: str(self.run_dir.heartbeats),
         }
@@ -318,7 +310,7 @@ class Supervisor:
             started = children.start(
                 f"{name}-{index}",
                 spec.argv(index),
-                log=logs.LogFile(path, self.launch.log_bytes, self.launch.log_files),
+                log=logs.LogFile(path),
                 environment={**CHILD_ENV, **spec.env(index), **settings},
                 grace_s=self.launch.stop_timeout_s,
                 pass_fds=self.pass_fds,
@@ -342,7 +334,7 @@ class Supervisor:
         try:
             _be_nice(child.process.pid, self.spec.nice)
         except OSError as error:  # slower, but right all the same
-            self._say(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
+            self.log(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
         if self.on_ready is not None:
             self.on_ready(child.index, info)
 
@@ -356,7 +348,7 @@ class Supervisor:
             ended = poll(left, max(0.0, deadline - time.monotonic()))
             if not ended:
                 names = ", ".join(child.process.name for child in left.values())
-                self._say(f"{names} did not end within {self.launch.stop_timeout_s:g} s of SIGTERM: killed")
+                self.log(f"{names} did not end within {self.launch.stop_timeout_s:g} s of SIGTERM: killed")
             for pidfd in ended or list(left):
                 self._reap(left.pop(pidfd))
 
@@ -374,19 +366,7 @@ class Supervisor:
     def _forward_log(self, child: _Member) -> None:
         name = child.process.name
         for line in child.process.log.new_lines():
-            for told in logs.plain(line, name):
-                self._tell(self.forward or self.log, f"{name}: {logs.shortened(told)}")
-
-    def _say(self, line: str) -> None:
-        self._tell(self.log, line)
-
-    def _tell(self, listener: Callable[[str], None], line: str) -> None:
-        """A listener that fails, a broken pipe for instance, ends the role; none is told anything again."""
-        try:
-            listener(line)
-        except BaseException:
-            self.log = self.forward = lambda _: None
-            raise
+            (self.forward or self.log)(f"{name}: {logs.shortened(logs.plain(line, name))}")
 
 
 @dataclass

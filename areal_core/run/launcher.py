@@ -30,7 +30,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.heartbeat import Looks, Standstill
-from areal_core.launch.logs import Journal, Source
+from areal_core.launch.logs import Journal
 from areal_core.launch.supervisor import StopSignal
 from areal_core.run.folders import DiskSpace, Log, run_folder
 from areal_core.run.ownership import Ownership
@@ -62,7 +62,7 @@ class Run:
     def __init__(self, run_dir: RunDir, *, log: Log = print) -> None:
         self.run_dir = run_dir
         self.config = run_dir.config()
-        self._log = Journal(run_dir.log_file("launcher"), self.config.launch, Source("launcher"), log)
+        self._log = Journal(run_dir.log_file("launcher"), "launcher-0", log)
         self._state = threading.Lock()  # guards what is below, and the ownership
         self._stopped: str | None = None
         self._started: set[Role] = set()

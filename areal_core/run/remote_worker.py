@@ -26,7 +26,7 @@ from areal_core.api.head import Head, checked_url
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError
 from areal_core.generation.command_line import read_token
-from areal_core.launch.logs import Journal, Source
+from areal_core.launch.logs import Journal
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
 from areal_core.run.registration import ServerRegistration
@@ -115,8 +115,8 @@ class RemoteWorker:
         )
         with self._folder.taken(share, config, self._address, beside=roles, stop=self._stop) as place:
             # To a file of this command's from now on: a run may have several remote workers.
-            source, file = Source(share.journal, share.first), place.run.log_file(share.journal, share.first)
-            self._log = Journal(file, config.launch, source, self._forward)
+            file = place.run.log_file(share.journal, share.first)
+            self._log = Journal(file, f"{share.journal}-{share.first}", self._forward)
             with roles.beside("watch", lambda: self._watch(place)):
                 if share.role == GENERATION:
                     self._generate(roles, place, config, share)

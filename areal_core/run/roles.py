@@ -148,9 +148,8 @@ def generation(
         if known_generation(settings.engine).own_server:
             sleeps = ["--sleep"] if config.sleeps else []
             return _vllm(run, config, "generation", index, *where, *sleeps)
-        deterministic = ["--deterministic"] if settings.deterministic else []
         device = ("--device", config.launch.accelerator)
-        return _embedded(run, config, "generation", index, settings.engine, *where, *device, *deterministic, *emulated)
+        return _embedded(run, config, "generation", index, settings.engine, *where, *device, *emulated)
 
     return RoleSpec(
         name="generation",
@@ -175,7 +174,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
         where = ("--host", LOOPBACK, "--slots", evaluation.slots)
         if known_generation(evaluation.engine).own_server:
             return _vllm(run, config, EVALUATION, index, *where)
-        device = ("--device", evaluation.accelerator, "--deterministic")
+        device = ("--device", evaluation.accelerator)
         return _embedded(run, config, EVALUATION, index, evaluation.engine, *where, *device)
 
     return RoleSpec(
@@ -195,7 +194,6 @@ def _vllm(run: RunDir, config: RunConfig, role: str, index: int, *options: Any) 
         "areal_core.generation.vllm.server",
         *_served(run, config, role, index),
         *("--log-file", run.log_file("vllm" if role == "generation" else f"vllm-{role}", index)),
-        *("--log-bytes", config.launch.log_bytes, "--log-files", config.launch.log_files),
         *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
         *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
         *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),

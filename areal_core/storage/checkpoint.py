@@ -27,7 +27,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -229,11 +229,10 @@ def prune(
     keep: int,
     *,
     number: int = 0,
-    kept_too: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
     in_use: Collection[str] = (),
 ) -> int:
-    """Delete all but the newest `keep` complete checkpoints, those of the steps that `kept_too` chooses among all, and
-    the broken ones older than the newest complete one; then what no checkpoint shares, but for the names `in_use`.
+    """Delete all but the newest `keep` complete checkpoints, and the broken ones older than the newest complete one;
+    then what no checkpoint shares, but for the names `in_use`.
 
     Only what the launcher with this `number` may delete (see above); a broken one that is newer may be on its way to
     completion and stays. Returns the step of the oldest one among the newest `keep`; 0 where the newest is none of this
@@ -243,8 +242,7 @@ def prune(
     if not complete or complete[0].number != number:
         return 0
     own = complete[0]
-    chosen = kept_too([info.step for info in complete])
-    kept = {info.folder: info for info in complete[:keep] + [info for info in complete if info.step in chosen]}
+    kept = {info.folder: info for info in complete[:keep]}
     for found in _folders(storage.sizes(_ROOT)):
         folder = folder_name(found[1], found[0])
         its_own = found[0] == number and found < (number, own.step)
@@ -256,7 +254,7 @@ def prune(
         owner, folder = next(_owners([name]), (None, ""))
         if (owner == number or folder in own.superseded) and name not in shared and name not in in_use:
             storage.delete(name)
-    return min(info.step for info in complete[:keep])
+    return min(info.step for info in kept.values())
 
 
 def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:

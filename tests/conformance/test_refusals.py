@@ -18,7 +18,7 @@ from areal_core.models.verified import weights_digest
 from areal_core.types import PolicyVersion
 from tests.conformance.conftest import TOKEN
 from tests.support.generation import request
-from tests.support.live_servers import CONTEXT, EXACT, SLOTS, Server, body, deviations, get, post, sample
+from tests.support.live_servers import CONTEXT, EXACT, SLOTS, Server, body, deviations, get, post
 
 # What vLLM serves beyond the routes of its own description; /collective_rpc runs any method of its workers.
 HIDDEN = ("/collective_rpc", "/openapi.json", "/docs", "/metrics", "/server_info")
@@ -62,47 +62,28 @@ GENERATE = "/inference/v1/generate"
 
 # Refused by both, with one status: what is sent, that status, and the field that each of them names.
 REFUSED = {
-    "a list": ([], 400, None, "body"),
-    "empty": ({}, 400, "token_ids", "body.token_ids"),
     "text for tokens": (body() | {"token_ids": "abc"}, 400, "token_ids", "body.token_ids"),
     "no tokens": (body([]), 400, "token_ids", "body.token_ids"),
     "a fraction of a token": (body([2.5]), 400, "token_ids", "body.token_ids.0"),
-    "a negative token": (body([-1]), 400, "token_ids", "body.token_ids"),
     "a prompt that fills the context": (body([2] * CONTEXT), 400, "token_ids", None),
-    "a prompt beyond the context": (body([2] * (CONTEXT + 1)), 400, "token_ids", None),
     "no id": (body() | {"request_id": None}, 400, "request_id", "body.request_id"),
-    "a number for an id": (body() | {"request_id": 7}, 400, "request_id", "body.request_id"),
     "another model": (body() | {"model": "other"}, 404, "model", "model"),
-    "no parameters": (body() | {"sampling_params": None}, 400, "sampling_params", "body.sampling_params"),
     "negative temperature": (body(temperature=-1), 400, "temperature", "temperature"),
-    "text for a temperature": (body(temperature="hot"), 400, "temperature", "body.sampling_params"),
     "top_p above 1": (body(top_p=2), 400, "top_p", "top_p"),
-    "negative logprobs": (body(logprobs=-5), 400, "logprobs", "logprobs"),
     "n of 0": (body(n=0), 400, "n", None),
-    "n too large": (body(n=10**9), 400, "n", None),
     "max_tokens of 0": (body(max_tokens=0), 400, "max_tokens", "max_tokens"),
-    "half a token": (body(max_tokens=2.5), 400, "max_tokens", "body.sampling_params"),
     "a seed of more than 64 bits": (body(seed=2**70), 400, "seed", None),
     "a stop token outside the vocabulary": (body(stop_token_ids=[23]), 400, "stop_token_ids", "stop_token_ids"),
-    "text for stop tokens": (body(stop_token_ids="x"), 400, "stop_token_ids", "body.sampling_params"),
 }
 
 # Where they differ. The embedded server refuses what it can't do or can't know; vLLM does it, or passes it over.
 # What is sent, and for each the status and the field named.
 DIFFERENT = {
     "a token outside the vocabulary": (body([23]), (400, "token_ids"), (200, None)),
-    "true for a token": (body([True]), (400, "token_ids"), (200, None)),
     "an unknown field": (body() | {"tokens": []}, (400, "tokens"), (200, None)),
     "an unknown parameter": (body(best_of=2), (400, "best_of"), (200, None)),
-    "text for n": (body(n="2"), (400, "n"), (200, None)),
-    "text for a seed": (body(seed="7"), (400, "seed"), (200, None)),
-    "a number for a truth": (body(ignore_eos=1), (400, "ignore_eos"), (200, None)),
     "top_p": (body(top_p=0.5), (400, "top_p"), (200, None)),
-    "top_k": (body(top_k=5), (400, "top_k"), (200, None)),
-    "min_tokens": (body(min_tokens=1), (400, "min_tokens"), (200, None)),
-    "log-probabilities of others": (body(logprobs=3), (400, "logprobs"), (200, None)),
     "more completions than slots": (body(n=SLOTS + 1), (200, None), (400, None)),
-    "several greedy completions": (body(n=2, temperature=0), (200, None), (400, None)),
 }
 
 CONTROL = {
@@ -110,7 +91,6 @@ CONTROL = {
     "a number for a version": ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
     "no label": ("/update_weight_version", {}, "new_version"),
     "an unknown mode": ("/pause?mode=sometimes", None, "mode"),
-    "neither true nor false": ("/pause?mode=keep&clear_cache=perhaps", None, "clear_cache"),
 }
 
 
@@ -148,16 +128,11 @@ async def test_a_stream_is_vllms_alone(server, http):
         assert_refused(json.loads(content), 400, "stream")
 
 
-async def test_settings_that_change_nothing_are_accepted(http):
-    neutral = body(top_p=1.0, top_k=0, temperature=1.0, min_tokens=0, n=1)
-    assert (await sample(http, neutral))["token_ids"] == (await sample(http, body()))["token_ids"]
-    assert (await get(http, "/nowhere"))[0] == 404
-
-
 async def test_a_body_that_is_not_json(http):
     async with http.post(GENERATE, data=b"{", headers={"Content-Type": "application/json"}) as response:
         assert response.status == 400
         assert (await response.json())["error"]["code"] == 400
+    assert (await get(http, "/nowhere"))[0] == 404
 
 
 @pytest.mark.parametrize("case", CONTROL)

@@ -267,7 +267,7 @@ def repeat(folder: Path, seed: int, kills: int, *, steps: int) -> tuple[Struck, 
             folder / name / "state",
             mode="sync",
             training={"steps": steps, "checkpoint_every": 4},
-            generation={"servers": 1, "deterministic": True},
+            generation={"servers": 1},
             launch=_QUICK,
         )
         for name in ("alone", "killed")

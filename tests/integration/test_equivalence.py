@@ -28,7 +28,7 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
         model={"hidden_size": 32, "layers": 2, "intermediate_size": 64},
         warmup={"worked_steps": 60, "worked_batch": 16, "direct_steps": 10},
         task={"held_out": 16, "max_new_tokens": 112},
-        generation={"servers": 1, "slots": 16, "deterministic": True},
+        generation={"servers": 1, "slots": 16},
         rollout={"max_staleness": 0, "retain": "all"},
         training={"steps": STEPS, "ranks": 1, "learning_rate": 3e-3},
         evaluation={"enabled": False},

@@ -24,7 +24,6 @@ from tests.support.memory_store import MemoryStore
 
 TTL_S = 30.0
 EVERY = 2  # steps between two checkpoints
-MILESTONE = 6  # a checkpoint of every so many steps is kept
 
 
 @dataclass(eq=False)
@@ -63,11 +62,10 @@ class Actor:
             for _ in range(1 + (self.again and save == 0)):
                 self._save(store, self.step + EVERY, number, payloads)
             self.step += EVERY
-            checkpoint.prune(store, self.keep, number=number, kept_too=_milestones)
+            checkpoint.prune(store, self.keep, number=number)
             complete = list(checkpoint._complete(store, checkpoint._sizes(store)))
             if complete[0].number == number:
-                kept = [info for info in complete if info.step % MILESTONE == 0]
-                self.in_force = {info.folder: info for info in complete[: self.keep] + kept}
+                self.in_force = {info.folder: info for info in complete[: self.keep]}
         lease.renew()
 
     def _restore(self, store: Storage) -> dict[str, bytes]:
@@ -95,10 +93,6 @@ class Actor:
         weights = self.folder / self.where / "weights"
         weights.write_text(f"weights of step {step} by {number}")
         checkpoint.save(store, step, {"weights": weights}, {}, number=number, shared=shared)
-
-
-def _milestones(steps: list[int]) -> set[int]:
-    return {step for step in steps if step % MILESTONE == 0}
 
 
 def lost(files: MemoryStore, info: CheckpointInfo) -> list[str]:

@@ -62,7 +62,7 @@ class HeadNode:
         self.model.mkdir(parents=True)
         (self.model / "config.json").write_text('{"a": 1}')
         (self.model / "model.safetensors").write_bytes(b"base weights" * 1000)
-        launch = {"remote_roles": "both", "devices": 4, "log_bytes": 64 * 1024, "log_files": 2, "stop_timeout_s": 5.0}
+        launch = {"remote_roles": "both", "devices": 4, "stop_timeout_s": 5.0}
         training = {"ranks": 2, "hosts": 2}
         values = {"generation": {"servers": 2}, "launch": launch, "training": training}
         self.config = load(values | {"state_dir": str(root / "head"), "storage": {"url": str(root / "store")}})

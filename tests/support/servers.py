@@ -55,6 +55,7 @@ class FakeServer:
         self.refused: set[str] = set()  # ids of requests
         self.early: dict[str, list[int]] = {}  # indices of completions, by request id
         self.release_after_abort = False
+        self.late: asyncio.Event | None = None  # what requests need before they are at work
         self.hanging: set[str] = set()  # paths without a response, as long as they are in it
         self.release = asyncio.Event()
         self.release.set()
@@ -131,6 +132,8 @@ class FakeServer:
             self.label = value["new_version"]
         if http.path in ("/sleep", "/wake_up"):
             self.sleeping = http.path == "/sleep"
+        if http.path == "/stage" and value is not None:
+            return web.json_response({"path": f"/here/{value['version']}"})
         if http.path == "/metrics":
             return web.Response(text=self.metrics)
         if http.path == "/load":
@@ -167,6 +170,8 @@ class FakeServer:
             await in_parts.prepare(http)
             await in_parts.write(encode_part(early, body([whole] * len(early), int(self.label))))
         try:
+            if self.late is not None:
+                await self.late.wait()
             await self._open.wait()
             ended = self._ended.setdefault(f"generate-tokens-{request['request_id']}", asyncio.Event())
             aborted = await self._released_or_aborted(ended)

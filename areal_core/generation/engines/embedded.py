@@ -34,8 +34,8 @@ _PREFILL_TOKENS, _PREFILL_FLOPS = 2048, 1e11
 class Engine(SlotEngine):
     """Decodes requests, each at its temperature or greedily.
 
-    On a CPU, tokens and log-probabilities are batch-invariant, to the bit. `deterministic` makes them so on other
-    devices: see `TorchDecoder`. Both hold between updates of weights, for one build on one kind of machine.
+    On a CPU, tokens and log-probabilities are batch-invariant, to the bit, between updates of weights, for one build on
+    one kind of machine.
     """
 
     def __init__(
@@ -46,14 +46,12 @@ class Engine(SlotEngine):
         slots: int,
         context: int | None = None,
         version: int = 0,
-        deterministic: bool = False,
         device: str = "cpu",
         base: Path | None = None,
     ) -> None:
         """`base`: folder of the base model, for versions that are adapters to it."""
         super().__init__(spec, slots=slots, context=context, version=version)
         self._base = base
-        self._deterministic = deterministic
         self._device = device
         self._retired: CpuDecoder | None = None  # the decoder before, whose memory the next one takes
         self._decoder = self.prepare(weights)
@@ -82,7 +80,7 @@ class Engine(SlotEngine):
             return CpuDecoder(self.spec, weights, self.context, retired)
         from areal_core.generation.engines.torch_decoder import TorchDecoder  # seconds that a CPU does without
 
-        return TorchDecoder(self.spec, weights, self.context, self._device, deterministic=self._deterministic)
+        return TorchDecoder(self.spec, weights, self.context, self._device)
 
     def clear_cache(self) -> None:
         """Clear the KV cache: the next steps recompute that of running completions, a group's prompt once."""

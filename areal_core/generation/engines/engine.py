@@ -108,7 +108,6 @@ class Options(TypedDict):
     slots: int  # completions decoded at once
     context: int  # tokens of a sequence: prompt and completion
     version: int  # of the weights that it begins with
-    deterministic: bool  # batch-invariant: the same tokens for the same seed in any batch
     device: str  # cpu or cuda
 
 

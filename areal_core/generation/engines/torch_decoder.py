@@ -36,7 +36,6 @@ class _Layer:
 
 class TorchCache:
     def __init__(self, spec: ModelSpec, slots: int, context: int, device: str) -> None:
-        self.slots = slots
         self.kv = torch.zeros(spec.layers, 2, slots, spec.kv_heads, context, spec.head_dim, device=device)
 
     def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
@@ -44,21 +43,8 @@ class TorchCache:
 
 
 class TorchDecoder:
-    """`deterministic` makes results batch-invariant, to the bit: every computation has one fixed shape (all slots, the
-    whole context, one sequence at a time), so it rests on nothing but the device's library treating the rows of one
-    product alike. It costs the shortcuts that a smaller batch would allow, and needs one number of slots."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        arrays: Mapping[str, Any],
-        context: int,
-        device: str,
-        *,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, arrays: Mapping[str, Any], context: int, device: str) -> None:
         self._spec, self._context, self._device = spec, context, device
-        self._deterministic = deterministic
         weights = {name: one if isinstance(one, Tensor) else torch.tensor(one) for name, one in arrays.items()}
         self._cos, self._sin = (table.to(device) for table in rope_tables(spec, context))  # [context, D]
         self._embedding = weights["model.embed_tokens.weight"].to(device)
@@ -72,19 +58,10 @@ class TorchDecoder:
     @torch.inference_mode()
     def run(self, cache: TorchCache, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
         table = np.stack((rows.tokens, rows.slots, rows.positions)).astype(np.int64)  # [3, M]
-        if self._deterministic:
-            starts = np.flatnonzero(np.diff(rows.slots, prepend=-1))
-            for sequence in np.split(np.arange(table.shape[1]), starts[1:]):
-                sequence = np.setdiff1d(sequence, rows.ends)  # the last token has the shape of a decoded one
-                if len(sequence):
-                    self._hidden(cache, _repeat_last(table[:, sequence], self._context))
-            hidden = self._hidden(cache, _repeat_last(table[:, rows.ends], cache.slots)) if len(rows.ends) else None
-            ends = np.arange(cache.slots)
-        else:
-            hidden, ends = self._hidden(cache, table), rows.ends.astype(np.int64)
-        if hidden is None or not len(rows.of):
+        hidden = self._hidden(cache, table)
+        if not len(rows.of):
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-        logits = F.linear(self._normed(hidden[self._on_device(ends)], self._norm), self._head)
+        logits = F.linear(self._normed(hidden[self._on_device(rows.ends.astype(np.int64))], self._norm), self._head)
         return self._sample(logits[self._on_device(rows.of)].float(), rows)
 
     def _sample(self, logits: Tensor, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
@@ -107,12 +84,10 @@ class TorchDecoder:
         tokens, slots, positions = self._on_device(table)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         heads = torch.arange(spec.kv_heads, device=self._device)
-        columns = self._context if self._deterministic else int(table[2].max()) + 1
+        columns = int(table[2].max()) + 1
         seen = torch.arange(columns, device=self._device) <= positions[:, None]  # [M, T]
         starts = np.flatnonzero(np.diff(table[1], prepend=-1))
         lengths = np.diff(starts, append=rows)
-        if self._deterministic and rows == cache.slots:  # single tokens, of which the last is there several times
-            starts, lengths = np.arange(rows), np.ones(rows, dtype=np.int64)
         alone = self._on_device(starts[lengths == 1])
         sequences = [(int(at), int(at + n), int(table[1, at])) for at, n in zip(starts, lengths, strict=True) if n > 1]
         x = self._embedding[tokens]
@@ -154,11 +129,6 @@ class TorchDecoder:
 
     def _on_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _repeat_last(table: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Fixed to a number of rows: what is there twice computes the same numbers twice."""
-    return table[:, np.minimum(np.arange(rows), table.shape[1] - 1)]
 
 
 def _fuse(spec: ModelSpec, weights: Mapping[str, Tensor], index: int, device: str) -> _Layer:

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation, Options, ServedEngine, make_engine, read_version
 from areal_core.generation.server.engine_thread import EngineThread
-from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
+from areal_core.generation.server.protocol import Abort, Finish, Relabel, RequestError, Update, parse, parse_request
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
@@ -75,7 +74,6 @@ class GenerationServer:
         self._doors = [] if token is None else [guard(token)]
         self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
-        self._updating = False
         self._staged: tuple[Any, str] | None = None  # weights that the engine has made ready, and their hash
         self._label = engine.version
         self._name = MODEL_NAME  # of the version that is loaded, once one was
@@ -122,13 +120,7 @@ class GenerationServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         spec = self._engine.spec
-        wanted = parse_request(
-            parse_json(await http.read()),
-            eos_token_ids=spec.eos_token_ids,
-            default_id=uuid.uuid4().hex,
-            version=self._name,
-        )
-        request = wanted.request
+        request = parse_request(await http.read(), eos_token_ids=spec.eos_token_ids, version=self._name)
         self._engine.check(request)
         if request.request_id in self._pending:
             raise RequestError(f"{request.request_id} is already being served", param="request_id")
@@ -137,13 +129,7 @@ class GenerationServer:
 
         def encoded(completions: Mapping[int, Completion]) -> bytes:
             indices = sorted(completions)
-            return encode_generation(
-                request,
-                [completions[index] for index in indices],
-                logprobs=wanted.logprobs,
-                eos_token_ids=spec.eos_token_ids,
-                indices=indices,
-            )
+            return encode_generation(request, [completions[index] for index in indices], indices=indices)
 
         try:
             if http.headers.get("Accept") == PARTS:
@@ -156,9 +142,8 @@ class GenerationServer:
             del self._pending[request.request_id]
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
-        """By the ids in responses, as in vLLM, or by those of the requests."""
-        given = take(parse_json(await http.read()), "request_ids", list)
-        ids = {str(request_id).removeprefix("generate-tokens-") for request_id in given}
+        given = parse(await http.read(), Abort).request_ids
+        ids = {request_id.removeprefix("generate-tokens-") for request_id in given}
         return web.json_response({"status": "aborted", "aborted": await self._thread.abort(ids)})
 
     def _deliver(self, finished: list[Generation]) -> None:
@@ -172,10 +157,7 @@ class GenerationServer:
         mode = http.query.get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise RequestError(f"must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}", param="mode")
-        clear_cache = http.query.get("clear_cache", "true")
-        if clear_cache not in ("true", "false"):
-            raise RequestError(f"must be true or false, got {clear_cache!r}", param="clear_cache")
-        await self._thread.pause(mode, clear_cache=clear_cache == "true")
+        await self._thread.pause(mode, clear_cache=http.query.get("clear_cache") != "false")
         return web.json_response({"status": "paused"})
 
     async def _resume(self, _: web.Request) -> web.Response:
@@ -186,9 +168,7 @@ class GenerationServer:
         return web.json_response({"is_paused": self._thread.is_paused})
 
     async def _sleep(self, http: web.Request) -> web.Response:
-        """Level 1 alone: there is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
-        if http.query.get("level", "1") != "1":
-            raise RequestError(f"must be 1, got {http.query['level']!r}", param="level")
+        """There is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
         self._sleeping = True
         return await self._pause(http)
 
@@ -203,29 +183,26 @@ class GenerationServer:
 
     async def _start_update(self, _: web.Request) -> web.Response:
         """Begin an update; one that was begun and never finished is forgotten."""
-        self._updating, self._staged = True, None
+        self._staged = None
         return web.json_response({"message": "weight update started"})
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        info = take(parse_json(await http.read()), "update_info", dict)
-        path, digest = take(info, "path", str), take(info, "digest", str)
-        if not self._updating:
-            raise RequestError("no weight update was started", param="update_info")
+        info = parse(await http.read(), Update).update_info
         self._staged = None
-        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), digest), digest
+        self._staged = await asyncio.to_thread(read_version, self._engine, Path(info.path), info.digest), info.digest
         return web.json_response({"message": "weights staged"})
 
     async def _finish_update(self, http: web.Request) -> web.Response:
-        version = parse_version(parse_json(await http.read()), "weight_version")
+        version = int(parse(await http.read(), Finish).weight_version)
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        (staged, digest), self._staged, self._updating = self._staged, None, False
+        (staged, digest), self._staged = self._staged, None
         await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
         self._label, self._name = version, version_name(PolicyVersion(version=version, path="", digest=digest))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        version = parse_version(parse_json(await http.read()), "new_version")
+        version = int(parse(await http.read(), Relabel).new_version)
         await self._thread.ask(lambda engine: setattr(engine, "version", version))
         self._label = version
         return web.json_response({"success": True, "new_version": str(version)})
@@ -351,7 +328,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
     parser.add_argument("--context", type=int, help="tokens of prompt and completion; default: the model's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--deterministic", action="store_true", help="batch-invariant completions, to the bit")
     parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
     return parser.parse_args()
 
@@ -373,7 +349,6 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
         "slots": slots,
         "context": context,
         "version": version,
-        "deterministic": arguments.deterministic,
         "device": arguments.device,
     }
     return make_engine(arguments.engine, Path(arguments.model), spec, options)

@@ -1,7 +1,7 @@
 """A generation server that is vLLM's own, as a process of a run: started, made ready, ended with its launcher.
 
-    launcher --argv, lifeline--> this process --starts, watches--> vLLM (in its own environment)
-                                     |--> warm-up request, version label, ready file with vLLM's URL
+    launcher --argv--> this process --starts, watches--> vLLM (in its own environment)
+                           |--> warm-up request, version label, ready file with vLLM's URL
 
 Requests go to vLLM directly. It is ended when this process is, and this process ends when it does.
 
@@ -29,7 +29,6 @@ from typing import IO, Any
 
 from areal_core.api.access import authorization
 from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
-from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.generation.command_line import server_parser, server_token
 from areal_core.launch import heartbeat, logs, process
@@ -142,8 +141,7 @@ class _Server:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=process.lifeline_fds(),
-            # Safe beside the lifeline's thread, which sits in a read and holds no lock.
+            # Safe beside the heartbeat's thread, which holds no lock that this needs.
             preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
         )
 
@@ -195,8 +193,6 @@ def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.vllm.server")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has vLLM")
     parser.add_argument("--log-file", type=Path, help="what vLLM says; default: where this process writes")
-    parser.add_argument("--log-bytes", type=int, default=LaunchConfig.log_bytes, help="before it is rotated")
-    parser.add_argument("--log-files", type=int, default=LaunchConfig.log_files, help="older ones that are kept")
     parser.add_argument("--context", type=int, required=True, help="tokens of prompt and completion")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -217,7 +213,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     output, log = sys.stdout.buffer, None
     if arguments.log_file is not None:
         output = arguments.log_file.open("ab")
-        log = logs.LogFile(arguments.log_file, arguments.log_bytes, arguments.log_files)
+        log = logs.LogFile(arguments.log_file)
     server = _Server(arguments, distribution, output)
     try:
         if server.wait_until_it_serves(stop):

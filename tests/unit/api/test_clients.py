@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -87,22 +86,6 @@ def serve(run: RunDir, start: Start) -> Serve:
         return server
 
     return controller
-
-
-GROUP = {"group_id": 7, "lengths": [3, 1], "rewards": [1.0, None], "truncated": [False, True], "ready_version": 0}
-MANIFEST = {
-    "step": 1,
-    "groups": [GROUP | {"prompt_tokens": 5, "checksums": [1, 2, 3], "segment": "000001-000001", "start": 12}],
-}
-
-
-def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Serve) -> None:
-    responses = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
-    serve(lambda path: next(responses))
-    manifest = ControllerClient(run).batch(1)
-    assert manifest.step == 1
-    assert manifest.groups[0].group_id == 7
-    assert manifest.groups[0].rewards == (1.0, None)
 
 
 def test_a_join_is_asked_for_until_the_server_is_at_work(run: RunDir, serve: Serve) -> None:

@@ -125,7 +125,8 @@ async def test_kept_port_that_is_taken_is_one_line(tmp_path: Path, monkeypatch: 
 
 async def test_ports_that_are_taken_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(module, "_lasting_ports", lambda: [taken.getsockname()[1], 0])
+        ports = [taken.getsockname()[1], 0]
+        monkeypatch.setattr(module.random.SystemRandom, "randrange", lambda *_: ports.pop(0))
         made, url = await listening(tmp_path / "port")
         assert url != f"http://127.0.0.1:{taken.getsockname()[1]}"
         await made.cleanup()

@@ -1,7 +1,6 @@
 """Bodies of /inference/v1/generate, and completions that are put together from several of them."""
 
 import dataclasses
-import pickle
 
 import numpy as np
 import orjson
@@ -47,13 +46,13 @@ COMPLETIONS = [
 
 
 def encode(**changes):
-    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS))
     body["choices"][0] |= changes
     return orjson.dumps(body)
 
 
 def test_completions_survive_the_wire_to_the_bit():
-    parsed = parse_generation(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    parsed = parse_generation(encode_generation(REQUEST, COMPLETIONS))
     assert len(parsed) == len(COMPLETIONS)
     for got, sent in zip(parsed, COMPLETIONS, strict=True):
         for field in ("token_ids", "logprobs", "versions"):
@@ -76,7 +75,7 @@ def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
 
 
 def test_fields_are_those_of_vllm():
-    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS))
     assert body["request_id"] == "generate-tokens-r"
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 306, "total_tokens": 309}
     first = body["choices"][0]
@@ -86,10 +85,6 @@ def test_fields_are_those_of_vllm():
         {"version": "6", "start": 3, "end": 4},
     ]
     assert first["logprobs"]["content"][3]["token_id"] == 1
-    assert first["stop_reason"] is None
-    without = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=False, eos_token_ids=()))["choices"]
-    assert [choice["stop_reason"] for choice in without] == [1, None, None, None]  # a stop token of the request
-    assert without[0]["logprobs"] is None
     assert version_spans(np.zeros(0, dtype=np.int32)) == []
 
 
@@ -131,7 +126,7 @@ def test_parts_of_a_response_tell_whose_they_are_and_how_it_ends():
 
 
 def body(*completions, version=3):
-    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions], logprobs=True)
+    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions])
 
 
 def take(pending, indices, content):
@@ -151,38 +146,6 @@ def request_of(request):
 
 def joined(pending):
     return [(one.token_ids.tolist(), one.finish_reason) for one in join_completions(pending.completions())]
-
-
-def test_a_body_that_is_complete_is_kept_as_it_is():
-    whole = body(([4, 5], "length"), ([6, STOP], "stop"))
-    pending = PendingCompletions(REQUEST)
-    assert not pending.begun
-    take(pending, [0, 1], whole)
-    assert pending.begun
-    assert pending.unfinished() == []
-    assert [one.segments for one in pending.completions()] == [((whole, 0),), ((whole, 1),)]
-    assert pending.completions()[0].segments[0][0] is whole
-    assert joined(pending) == [([4, 5], "length"), ([6, STOP], "stop")]
-
-
-def test_interrupted_completions_are_continued_and_others_are_left_alone():
-    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
-    assert pending.unfinished() == [0, 2]
-    take(pending, [2], body(([11, 12], "abort"), version=4))
-    take(pending, [0], body(([6], "abort"), version=4))
-    assert pending.unfinished() == [0, 2]
-    take(pending, [0], body(([7, STOP], "stop"), version=6))
-    assert pending.unfinished() == [2]
-    take(pending, [2], body(([13, 14, 15, 16], "length"), version=6))
-    assert pending.unfinished() == []
-    completions = join_completions(pending.completions())
-    assert [one.token_ids.tolist() for one in completions] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
-    assert [one.versions.tolist() for one in completions] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
-    assert [one.finish_reason for one in completions] == ["stop", "stop", "length"]
-    for one in completions:
-        assert one.logprobs.tolist() == (-one.token_ids.astype(np.float32) / 7).tolist()
-        assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
-    assert pending.sampled() == Tally(tokens=13)
 
 
 def test_a_continuation_asks_for_the_rest():
@@ -262,50 +225,3 @@ def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
         take(pending, [0], b"no JSON")
     assert pending.take_refused() == Tally(unread=2 * 6 + 4)
     assert pending.sampled() == Tally(tokens=4)
-
-
-def test_discarded_completions_are_counted_and_requested_again():
-    assert PendingCompletions(REQUEST).sampled() == Tally()
-    pending = begun(([4, 5], "abort"), ([6, STOP], "stop"))
-    assert pending.sampled() == Tally(tokens=4)
-    take(pending, [0], body(([7], "length")))
-    pending.discard()
-    assert pending.unfinished() == [0, 1]
-    assert pending.take_refused() == Tally(tokens=5)
-    take(pending, [0, 1], body(([8], "length"), ([6, STOP], "stop")))
-    assert pending.sampled() == Tally(tokens=3)
-    assert joined(pending) == [([8], "length"), ([6, STOP], "stop")]
-
-
-def test_completions_are_taken_as_they_end():
-    """In whatever order, and together where they ended together; one that is interrupted is not finished."""
-    notified = []
-    pending = PendingCompletions(dataclasses.replace(REQUEST, n=4))
-    pending.notify = lambda: notified.append(pending.unfinished())
-    take(pending, [2], body(([4, STOP], "stop")))
-    assert (pending.begun, pending.has_finished) == (True, True)
-    take(pending, [3, 0], body(([5, STOP], "stop"), ([6], "abort")))
-    assert [index for index, _ in pending.finished()] == [2, 3]
-    assert (pending.finished(), pending.has_finished) == ([], False)
-    take(pending, [0], body(([7, STOP], "stop")))
-    take(pending, [1], body(([8, STOP], "stop")))
-    ended = pending.finished()
-    assert [index for index, _ in ended] == [0, 1]
-    assert [one.token_ids.tolist() for one in join_completions([one for _, one in ended])] == [[6, 7, STOP], [8, STOP]]
-    assert notified == [[0, 1, 3], [0, 1], [1], []]
-    assert pending.sampled() == Tally(tokens=9)
-    pending.repeat()
-    assert [index for index, _ in pending.finished()] == [0, 1, 2, 3]
-    pending.discard()
-    assert (pending.begun, pending.has_finished, pending.unfinished()) == (False, False, [0, 1, 2, 3])
-
-
-def test_completions_travel_with_one_copy_of_a_body_that_they_share():
-    pending = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
-    take(pending, [0], body(([7], "length")))
-    sent = pickle.dumps(pending.completions())
-    bodies = [raw for one in pickle.loads(sent) for raw, _ in one.segments]
-    assert len(bodies) == 3
-    assert bodies[0] is bodies[2]
-    assert len(sent) < sum(map(len, bodies))
-    assert join_completions(pickle.loads(sent))[1].token_ids.tolist() == [6, STOP]

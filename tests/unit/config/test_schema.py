@@ -79,6 +79,8 @@ evaluation.servers=0 generation.servers=1
     evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
     stop.score: must be null with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run h
+evaluation.accelerator=cuda
+    evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=0 generation.servers=2 launch.accelerator=cuda launch.devices=3
     evaluation.accelerator: must be cpu with evaluation.servers=0, whose servers are the run's, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=2 generation.servers=1 launch.accelerator=cuda launch.devices=3

@@ -87,8 +87,7 @@ CONFIG = load(
     {
         "mode": "sync",
         "model": {"path": "hub:someone/small", "context": 2048},
-        "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}, "held_out": 64},
-        "training": {"learning_rate": 1e-5},
+        "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}},
     }
 )
 SUMMARY = RunSummary(
@@ -113,25 +112,15 @@ SUMMARY = RunSummary(
 )
 
 
-def test_card_tells_base_task_scores_and_settings():
-    card = model_card(CONFIG, SUMMARY)
+def test_card_tells_base_task_and_scores():
+    card = model_card(CONFIG, SUMMARY, scored(5, 0.75))
     for told in (
         "Trained from hub:someone/small",
-        "20 steps of 512 completions of `gcd`, seed 3",
-        "0.250 before the training, 0.500 after it",
-        "12,345 sampled tokens",
-        "messages of the chat template",
+        "20 steps of 512 completions of `gcd`, seed 3, 12,345 sampled tokens",
+        "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750.",
     ):
         assert told in card
-    assert [line.strip() for line in card.splitlines() if line.startswith("    ")] == [
-        'task.name="reasoning_gym"',
-        'task.dataset="gcd"',
-        "task.chat.enabled=true",
-        "task.held_out=64",
-        "training.learning_rate=1e-05",
-    ]
     head = yaml.safe_load(card.split("---\n", 2)[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")  # which the hub reads
     unscored = model_card(load({}), dataclasses.replace(SUMMARY, accuracy_before=None, accuracy_after=None))
-    for told in ("were not scored", "Trained from the embedded model", "fed as they stand"):
-        assert told in unscored
+    assert "were not scored" in unscored

@@ -32,15 +32,14 @@ class TorchEngine(OfflineEngine):
     """The decoder of other devices, on this one."""
 
     def prepare(self, weights):
-        return TorchDecoder(self.spec, weights, self.context, "cpu", deterministic=self._deterministic)
+        return TorchDecoder(self.spec, weights, self.context, "cpu")
 
 
-KINDS = {"cpu": (OfflineEngine, False), "torch": (TorchEngine, False), "torch-deterministic": (TorchEngine, True)}
+KINDS = {"cpu": OfflineEngine, "torch": TorchEngine}
 
 
 def engine(spec=QWEN2, seed=1, kind="cpu", **options):
-    made, deterministic = KINDS[kind]
-    return made(spec, weights(spec, seed), **({"slots": 8, "deterministic": deterministic} | options))
+    return KINDS[kind](spec, weights(spec, seed), **({"slots": 8} | options))
 
 
 def finish(engine, done=()):
@@ -100,9 +99,7 @@ def test_an_update_in_the_middle_of_a_group_recomputes_its_prompt_once():
     assert served.stats.recompute_ms == spent_ms  # prefill of a new prompt is no recomputation
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"), [*(("cpu", seed) for seed in range(6)), ("torch", 0), ("torch", 1), ("torch-deterministic", 0)]
-)
+@pytest.mark.parametrize(("kind", "seed"), [*(("cpu", seed) for seed in range(6)), ("torch", 0), ("torch", 1)])
 def test_completions_are_batch_invariant_however_they_are_disturbed(monkeypatch, seed, kind):
     """Prompts and limits around the blocks of the cache, completions of a group that start together and one by one,
     prompts longer than what one pass prefills, arrivals, aborts and cleared caches. To the bit, where that is
@@ -130,12 +127,12 @@ def test_completions_are_batch_invariant_however_they_are_disturbed(monkeypatch,
         if arriving and (rng.random() < 0.2 or not (served.running or served.waiting)):
             served.add(arriving.pop(0))
         done += served.step()
-        if rng.random() < 0.05 and kind != "torch-deterministic":
+        if rng.random() < 0.05:
             served.clear_cache()
             cleared += served.running > 0
         if rng.random() < 0.01:
             done += served.abort(None if rng.random() < 0.3 else [rng.choice(requests).request_id])
-    assert cleared > 3 or kind == "torch-deterministic"
+    assert cleared > 3
     found = gathered(done)
     assert found.keys() == wanted.keys()
     for request_id, completions in found.items():
@@ -188,7 +185,7 @@ def test_logits_that_are_not_finite_are_an_error(tensor, kind):
     broken = weights(QWEN2, 1)
     broken[tensor] = torch.full_like(broken[tensor], torch.inf)
     with pytest.raises(DivergenceError, match="version 5"):
-        KINDS[kind][0](QWEN2, broken, slots=2, version=5).generate([request()])
+        KINDS[kind](QWEN2, broken, slots=2, version=5).generate([request()])
 
 
 def test_the_prompt_of_a_group_is_prefilled_once_and_again_after_an_update():

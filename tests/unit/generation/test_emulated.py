@@ -18,8 +18,7 @@ from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.scheduler import stream_seed, uniforms
 from areal_core.planning.time_model import completion_length
 from areal_core.types import Completion, GenerationRequest
-from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
-from tests.support.models import SPEC
+from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, request
 from tests.support.offline import gathered
 
 PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
@@ -97,14 +96,6 @@ def test_an_update_stands_still_no_longer_than_its_caller_waits() -> None:
     assert 60.0 < clock.now_s - before_s < 61.0  # the rest passes in steps
 
 
-def test_accelerators_that_train_in_between_get_their_weights_with_the_change() -> None:
-    clock = Clock()
-    served = EmulatedEngine(SPEC, CONFIG, slots=4, context=32, switches=True, pace=pace(clock))
-    served.swap(None, 1)
-    assert clock.now_s == 0.0
-    assert served.stats.swap_ms == 0.0
-
-
 def test_a_full_cache_bounds_the_running_completions_and_loses_none() -> None:
     # Room for the prompts of all sixteen, and for three completions at their full length.
     kv_tokens = 3 * (PROMPT + LIMIT * SCALE)
@@ -141,16 +132,6 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     recompute_s = served.stats.recompute_ms * 1e-3 * CONFIG.speed
     assert (clock.now_s - 7.0 - plain.now_s) * CONFIG.speed == pytest.approx(CONFIG.handover_s + recompute_s)
     assert MODEL.prefill_s([PROMPT + sampled * SCALE]) <= recompute_s
-
-
-def test_tokens_have_the_version_that_was_set_when_they_were_sampled() -> None:
-    served, wanted = engine(Clock()), request(n=1, seed=3)
-    served.add(wanted)
-    while not (before := served.stats.generated_tokens):
-        served.step()
-    served.version = 7
-    (completion,) = run(served)["r"]
-    assert version_spans(completion.versions) == [(0, 0, before), (7, before, wire_length(wanted, 0))]
 
 
 def test_weights_are_looked_at(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, chain, kernel_state
+from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, kernel_state
 
 STARTING = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing="starting", waits_for=None)
 Beat = Callable[[], Heartbeat]
@@ -159,8 +159,8 @@ def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> 
     put(tmp_path, "tracker-0", BUSY)  # a spectator
     assert told(tmp_path, 21) is None
     assert told(tmp_path, 22) == (
-        "no process has got on for 20 s (launch.stall_timeout_s): trainer-0 step 4: no batch yet, waiting for "
-        "controller-0; controller-0 version 3, waiting for generation; generation-0 idle, waiting for work"
+        "no process has got on for 20 s (launch.stall_timeout_s): controller-0 version 3, waiting for generation; "
+        "generation-0 idle, waiting for work; trainer-0 step 4: no batch yet, waiting for controller-0"
     )
 
 
@@ -170,13 +170,3 @@ def test_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store_or_is
     for waits_for in (None, heartbeat.STORE):
         put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
         assert told(tmp_path, 100) is None
-
-
-def test_chain_leads_to_the_busy_process_or_ends_where_it_comes_back() -> None:
-    waits = dataclasses.replace(BUSY, doing="waits", waits_for="controller-0")
-    circle = {"trainer-0": waits, "controller-0": dataclasses.replace(waits, waits_for="trainer")}
-    assert chain(circle, "trainer-0") == (
-        "trainer-0 waits, waiting for controller-0; controller-0 waits, waiting for trainer"
-    )
-    heartbeats = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
-    assert chain(heartbeats, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"

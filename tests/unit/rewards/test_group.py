@@ -26,7 +26,7 @@ def served(*completions):
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
+    return whole_completions(encode_generation(request, completions), len(completions))
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):

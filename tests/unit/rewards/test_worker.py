@@ -53,7 +53,7 @@ def whole(*completions):
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
+    return whole_completions(encode_generation(request, completions), len(completions))
 
 
 def arrivals(*completions, request=0):

@@ -138,7 +138,7 @@ from areal_core.generation.engines.engine import make_engine
 from areal_core.models.spec import read_spec
 
 folder = Path(sys.argv[1])
-options = {"slots": 2, "context": 32, "version": 0, "deterministic": False, "device": "cpu"}
+options = {"slots": 2, "context": 32, "version": 0, "device": "cpu"}
 make_engine("embedded", folder, read_spec(folder), options)
 assert "torch" not in sys.modules
 import areal_core.__main__, areal_core.controller.service, areal_core.run.launcher, areal_core.run.remote_worker

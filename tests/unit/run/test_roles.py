@@ -40,7 +40,7 @@ def options(argv: list[str], wanted: dict[str, Any]) -> dict[str, str]:
 
 
 def test_roles_of_a_run(tmp_path: Path) -> None:
-    settings = config(tmp_path, mode="sync", generation={"slots": 7, "deterministic": True})
+    settings = config(tmp_path, mode="sync", generation={"slots": 7})
     run = folder(settings)
     specs = role_specs(run, settings, [0, 1])
     one = ("controller", "rendezvous", "node", "files", "evaluator", "tracker")
@@ -49,14 +49,12 @@ def test_roles_of_a_run(tmp_path: Path) -> None:
     assert {name: spec.count for name, spec in specs.items()} == counts | {"evaluation": 0}
     server = specs["generation"].argv(1)
     assert (server[2], option(server, "--slots")) == ("areal_core.generation.server.routes", "7")
-    assert "--deterministic" in server
     ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would set them
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
     assert specs["trainer"].gang
     settings = config(tmp_path, generation={"slots": 7}, evaluation={"servers": 2, "slots": 9})
     evaluating = role_specs(run, settings, [0, 1])["evaluation"]
     assert (evaluating.count, option(evaluating.argv(1), "--slots")) == (2, "9")
-    assert "--deterministic" in evaluating.argv(1)  # no score depends on what else is in a batch
 
 
 @pytest.mark.parametrize(

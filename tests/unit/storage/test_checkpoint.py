@@ -238,17 +238,14 @@ def test_prune_keeps_the_newest_complete_ones(store: Storage, tmp_path: Path) ->
     assert "final/model" in store.list()
 
 
-def test_prune_keeps_steps_that_are_chosen_and_what_kept_ones_share(store: Storage, tmp_path: Path) -> None:
+def test_prune_keeps_what_kept_ones_share(store: Storage, tmp_path: Path) -> None:
     for name in "abcd":
         store.put_bytes(f"payloads/0/{name}.bin", name.encode())
-    for step, shared in {1: "a", 2: "ab", 3: "c", 4: ""}.items():
+    for step, shared in {1: "c", 2: "ab", 3: ""}.items():
         save(store, tmp_path, step, shared=tuple(f"payloads/0/{name}.bin" for name in shared))
 
-    oldest = checkpoint.prune(
-        store, 1, kept_too=lambda steps: [s for s in steps if s == 2], in_use=["payloads/0/d.bin"]
-    )
-    assert oldest == 4  # what a run is replayed from
-    assert folders(store) == {"step-000002.0", "step-000004.0"}
+    assert checkpoint.prune(store, 2, in_use=["payloads/0/d.bin"]) == 2  # what a run is replayed from
+    assert folders(store) == {"step-000002.0", "step-000003.0"}
     assert list(store.list("payloads")) == ["payloads/0/a.bin", "payloads/0/b.bin", "payloads/0/d.bin"]
 
 
@@ -277,9 +274,9 @@ def test_a_launcher_deletes_what_is_its_own_or_superseded(store: Storage, tmp_pa
     save(store, tmp_path, 30, number=2, shared=("payloads/2/c.bin",))
     store.put_bytes("checkpoints/step-000040.3/model/model.safetensors", b"a later launcher's first")
     assert checkpoint.highest_number(store) == 3
-    checkpoint.prune(store, 1, number=2, kept_too=lambda steps: {5})
-    assert folders(store) == {"step-000005.1", "step-000030.2", "step-000040.3"}
-    assert list(store.list("payloads")) == ["payloads/1/a.bin", "payloads/2/c.bin", "payloads/3/e.bin"]
+    checkpoint.prune(store, 1, number=2)
+    assert folders(store) == {"step-000030.2", "step-000040.3"}
+    assert list(store.list("payloads")) == ["payloads/2/c.bin", "payloads/3/e.bin"]
 
 
 @pytest.mark.parametrize("damage", ["file gone", "manifest torn", "found damaged", "being replaced"])

@@ -295,18 +295,6 @@ def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
     assert ledger.admit().prompt_index == 1  # queued again
 
 
-def test_the_versions_before_a_damaged_batch_stay(ledger):
-    batches = four_steps(ledger)
-    ledger.lose(batches[2])
-    assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
-
-
-def test_failed_tries_of_a_group_are_counted(ledger):
-    group = ledger.admit().group_id
-    assert [ledger.failed_try(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
-    assert ledger.tokens().dropped == 3
-
-
 def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(ledger):
     ledger.publish(version(0))
     groups = [admit_ready(ledger), admit_ready(ledger)]
