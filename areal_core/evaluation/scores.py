@@ -219,11 +219,6 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
     return found
 
 
-def rates(records: Sequence[Record]) -> dict[str, float]:
-    """The share of a problem's completions that are right, by the hash of its text; of samples where there are some."""
-    return {record.prompt_id: _share(record.samples or (record.greedy,)) for record in records}
-
-
 def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
     """The share of problems whose greedy completions have the same verdict; both are of the same problems."""
     same = [one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)]

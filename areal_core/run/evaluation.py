@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,7 +30,6 @@ from areal_core.evaluation.scores import (
     Scores,
     agreement,
     compared,
-    rates,
     read_records,
     scored,
     write_page,
@@ -135,8 +133,6 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
     found, page = tuple(records.records), records.path.with_suffix(".html")
     scores = scored(found)
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
-    lines = [json.dumps({"prompt_id": prompt_id, "rate": rate}) + "\n" for prompt_id, rate in rates(found).items()]
-    records.path.with_suffix(".rates.jsonl").write_text("".join(lines))
     write_page(page, f"{run.root.name}: {benchmark.name}", found, scores)
     others = None
     if reference is not None:

@@ -156,10 +156,12 @@ GOOD = '{"question": "1+1=", "answer": "2"}\n'
 )
 def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line: str, error: str) -> None:
     prompts, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    prompts.write_text(GOOD + line)
+    prompts.write_text(line)
     held_out.write_text(GOOD.replace("1+1", "1+2"))
     task = (f"model.path={model}", "task.name=rows", f"task.path={prompts}", f"task.held_out_path={held_out}")
-    assert refused(*task, "task.bad_rows=refuse").startswith(f"task.path: {prompts}, line 2: {error}")
+    told = refused(*task)
+    assert told.startswith(f"task.path: there is no prompt in {prompts}: 1 rows")
+    assert f"; line 1: {error}" in told
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

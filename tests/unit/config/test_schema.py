@@ -48,12 +48,6 @@ training.lora.rank=8 training.lora.targets=q_proj,c_attn
     training.lora.targets: must be of q_proj, k_proj,
 task.name=rows task.path=p model.path=m
     task.held_out_path: task.name=rows needs a file of prompts to evaluate with
-task.success_field=rate task.success_path=rates.jsonl model.path=m
-    task.success_path: must be null with task.success_field, got 'rates.jsonl'
-task.min_success=0.05 model.path=m
-    task.success_field: must name rates for task.min_success and task.max_success to
-task.success_field=rate task.min_success=0.9 task.max_success=0.1 model.path=m
-    task.min_success: must be at most task.max_success (0.1), got 0.9
 generation.sleep=true
     generation.sleep: must be false with mode=async
 launch.accelerator=cuda launch.devices=1

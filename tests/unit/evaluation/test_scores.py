@@ -5,7 +5,7 @@ import re
 import pytest
 
 from areal_core.errors import ConfigError, StorageError
-from areal_core.evaluation.scores import Record, RecordFile, Sample, compared, rates, read_records, scored, write_page
+from areal_core.evaluation.scores import Record, RecordFile, Sample, compared, read_records, scored, write_page
 from areal_core.types import Outcome
 
 RIGHT, WRONG, NONE, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.NO_ANSWER, Outcome.FAILED
@@ -65,11 +65,6 @@ def test_two_models_are_compared_problem_by_problem():
     assert compared([record(0, FAILED)], [record(0, RIGHT)])["greedy"].value == -1.0
     with pytest.raises(ConfigError, match="the same problems"):
         compared([record(0, RIGHT)], [record(1, RIGHT)])
-
-
-def test_rates_are_of_samples_where_there_are_some():
-    assert rates(RECORDS) == {"0": 0.5, "1": 0.25, "2": 0.75, "3": 0.0}
-    assert rates([record(0, RIGHT), record(1, FAILED)]) == {"0": 1.0, "1": 0.0}
 
 
 def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):
