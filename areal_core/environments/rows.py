@@ -182,7 +182,7 @@ class Schema:
         asked = question(content)
         if asked is None:
             raise ConfigError(
-                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_described(content)}"
+                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_shown(content)}"
             )
         return asked
 
@@ -234,16 +234,11 @@ def _text(content: object) -> str:
         return content
     if isinstance(content, int | float | Decimal) and not isinstance(content, bool) and math.isfinite(content):
         return str(content)
-    raise ConfigError(f"must be text or a number, got {_described(content)}")
+    raise ConfigError(f"must be text or a number, got {_shown(content)}")
 
 
-def _described(content: object) -> str:
-    if isinstance(content, str):
-        return "empty text"
-    if isinstance(content, bool | float) or content is None:
-        return json.dumps(content)
-    named = {list: "a list", dict: "an object", int: "a number"}
-    return "nothing" if content is _MISSING else named.get(type(content), type(content).__name__)
+def _shown(content: object) -> str:
+    return "nothing" if content is _MISSING else f"{content!r:.60}"
 
 
 GOLD: dict[str, GoldReader] = {"mathematics": _mathematics, "code": unit_tests}  # by the verifier's name

@@ -33,8 +33,7 @@ _AGAIN_S = 1.0  # between two tries to reach a server
 def open_servers(run: RunDir, config: RunConfig) -> Servers:
     """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run.
 
-    `open` puts in order what an evaluator that was killed has left. `work_on` has servers that hold a version work
-    until all is recorded, or a problem has failed.
+    `work_on` has servers that hold a version work until all is recorded, or a problem has failed.
     """
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
@@ -64,9 +63,6 @@ class OwnEngine:
         self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
         self._ended: dict[str, dict[int, Completion]] = {}  # of requests that are not finished
         self._stepping: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Nothing is left."""
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         if version.version or self._engine.version:  # else it holds the base model
@@ -115,15 +111,11 @@ class OwnServers:
         self._count = count
         self._completions = completions
 
-    async def open(self) -> None:
-        """Nothing is left: a server loads what it is told to."""
-
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         with heartbeat.waiting(self._role, f"version {version.version}: scoring"):
             await asyncio.gather(*(self._work_on(index, collector, version) for index in range(self._count)))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
-        complaint = ""
         while not collector.over:
             info = self._run.ready_info(self._role, index)
             if info is not None:
@@ -131,10 +123,8 @@ class OwnServers:
                     await _score(info["url"], self._run, self._config, collector, version, self._completions)
                     return
                 except ServerLostError as error:
-                    if str(error) != complaint:
-                        complaint = str(error)
-                        logger.warning("%s", complaint)
-            await asyncio.sleep(_AGAIN_S if complaint else _AGAIN_S / 10)
+                    logger.warning("%s", error)
+            await asyncio.sleep(_AGAIN_S)
 
 
 class BorrowedServer:
@@ -146,11 +136,9 @@ class BorrowedServer:
         self._controller = ControllerClient(run)
         self._file = run.ready_file(_BORROWED)  # a new launcher, whose servers are new, forgets it
 
-    async def open(self) -> None:
-        if self._file.exists():
-            await self._give_back(json.loads(self._file.read_text()))
-
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
+        if self._file.exists():  # an evaluator that was killed has left it
+            await self._give_back(json.loads(self._file.read_text()))
         while not collector.over:
             with heartbeat.waiting("controller-0", f"version {version.version}: no server to borrow"):
                 server = await self._borrow()

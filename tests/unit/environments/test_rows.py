@@ -123,14 +123,14 @@ def test_a_field_may_lie_in_others():
 @pytest.mark.parametrize(
     ("content", "got"),
     [
-        (None, "null"),
-        (7, "a number"),
-        (" \n", "empty text"),
-        ({"a": 1}, "an object"),
-        ([], "a list"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a list"),
-        ([{"role": "tool", "content": "1"}], "a list"),
-        ([*MESSAGES, {"role": "assistant", "content": "Because."}], "a list"),
+        (None, "None"),
+        (7, "7"),
+        (" \n", "' \\n'"),
+        ({"a": 1}, "{'a': 1}"),
+        ([], "[]"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "[{'role': 'user', 'content': [{'type': 'image'}]}]"),
+        ([{"role": "tool", "content": "1"}], "[{'role': 'tool', 'content': '1'}]"),
+        ([*MESSAGES, {"role": "assistant", "content": "Because."}], f"{MESSAGES!r:.60}"),
     ],
 )
 def test_a_row_without_a_question_is_refused(content, got):
@@ -190,9 +190,9 @@ def test_mathematics_wants_the_conclusion(content, answer):
 @pytest.mark.parametrize(
     ("verifier", "content", "said"),
     [
-        ("mathematics", False, "must be text or a number, got false"),
-        ("mathematics", math.inf, "must be text or a number, got Infinity"),
-        ("mathematics", "", "must be text or a number, got empty text"),
+        ("mathematics", False, "must be text or a number, got False"),
+        ("mathematics", math.inf, "must be text or a number, got inf"),
+        ("mathematics", "", "must be text or a number, got ''"),
         ("mathematics", "so\nnone", "must hold an answer, or end on one"),
         ("mathematics", "(1", "must hold an answer, or end on one"),
         ("code", [], "must hold a test"),

@@ -46,17 +46,9 @@ def test_equal_chances_are_equal_numbers() -> None:
     assert one(1, 3, 1) == one(11, 33, 1) == 1 / 3
 
 
-def of_two_prompts(correct: int, completions: int, k: int) -> np.ndarray:
-    return pass_at_k(np.array([1, correct]), np.array([8, completions]), k)
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: of_two_prompts(2, 3, 4), "k must be from 1 to the 3 completions of prompt 1, got 4"),
-        (lambda: of_two_prompts(2, 3, 0), "k must be .* got 0"),
-        (lambda: of_two_prompts(4, 3, 1), "correct must be from 0 to the 3 completions of prompt 1, got 4"),
-        (lambda: majority_at_k(["7", None], {"7"}, 3), "k must be from 1 to the 2 completions of the prompt, got 3"),
         (lambda: estimate(np.array([])), "from 0 to 1"),
         (lambda: estimate(np.array([0.5, 1.5])), "from 0 to 1"),
         (lambda: estimate(np.array([0.5, np.nan])), "from 0 to 1"),

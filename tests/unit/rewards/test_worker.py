@@ -195,17 +195,6 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced(start):
     assert int((await score(pool, "")).payload) in pool.pids()
 
 
-def add_natively(numbers: int) -> None:
-    sum(range(numbers))  # a loop in C, which looks for no signals
-
-
-async def test_a_worker_that_hangs_in_native_code_leaves_its_stack_in_the_log(start, capfd):
-    async with asyncio.timeout(30):
-        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s .*the log of .* has its stack"):
-            await start(timeout_s=0.5, function=add_natively).ask(10**12)
-    assert "in add_natively" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("size", [10, 5_000_000], ids=["what the pipe holds", "more than that"])
 async def test_a_stopped_worker_is_given_up_and_replaced(start, size):
     """The limit covers sending: a worker that is stopped takes nothing in."""
