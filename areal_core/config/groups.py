@@ -49,7 +49,6 @@ class ChatConfig:
 
     enabled: bool = False  # false: prompts are fed as they stand
     system: str | None = None  # system prompt; None: the template's own, if it has one
-    generation_prompt: bool = True  # the opening of the assistant's turn ends the prompt
     thinking: bool | None = None  # the template's switch `enable_thinking`; None: as the template has it
 
 
@@ -71,7 +70,6 @@ class TaskConfig:
     held_out_prompt_field: str | None = None  # None: as in the training file, like the next two
     held_out_answer_field: str | None = None
     held_out_prompt_template: str | None = None
-    benchmark_paths: str = ""  # files, with commas between, whose prompts are not trained on either
     chat: ChatConfig = field(default_factory=ChatConfig)
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)

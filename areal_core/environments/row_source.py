@@ -24,7 +24,7 @@ from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.registry import verifier_name
-from areal_core.environments.rows import Field, Row, Schema, question, read_rows
+from areal_core.environments.rows import Row, Schema, read_rows
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
@@ -214,14 +214,11 @@ def _otherwise(reason: Reason) -> Iterator[None]:
         raise LeftOut(reason, str(error)) from error
 
 
-_BENCHMARK_FIELDS = ("question", "problem", "prompt")  # what a benchmark asks, where the task's own fields hold nothing
-
-
 class RowSource:
     """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another, as it has them.
 
-    Gold answers are read for the verifier that judges. A training prompt that the held-out file or a benchmark also has
-    is left out. Bad rows are skipped and counted, the first of them named in the log; a file of nothing else raises
+    Gold answers are read for the verifier that judges. A training prompt that the held-out file also has is left
+    out. Bad rows are skipped and counted, the first of them named in the log; a file of nothing else raises
     ConfigError. Without task.path there is nothing to train on, and `prompt` is not to be called.
     """
 
@@ -239,9 +236,7 @@ class RowSource:
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
             training = PromptFile("task.path", task.path, schema, task, dialogue, trained_on=True)
-            training.leave_out_overlapping(
-                [*held_out.questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)]
-            )
+            training.leave_out_overlapping(held_out.questions)
             self.report.training = training.close()
             self._prompts = training.prompts
             self.digests["task.path"] = prompts_digest(self._prompts)
@@ -259,17 +254,3 @@ class RowSource:
         order = list(range(len(self._prompts)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
-
-
-def _benchmarks(paths: str, *schemas: Schema) -> Iterator[str]:
-    """What the rows of these files ask. Raises ConfigError for one that does not say: it could not be kept out."""
-    setting = "task.benchmark_paths"
-    fields = [schema.prompt for schema in schemas] + [Field(setting, name) for name in _BENCHMARK_FIELDS]
-    for path in filter(None, map(str.strip, paths.split(","))):
-        for row in read_rows(setting, path):
-            asked = next(filter(None, (question(field.of(row.fields)) for field in fields)), None)
-            if asked is None:
-                names = ", ".join(dict.fromkeys(field.name for field in fields))
-                wrong = row.wrong or f"must hold what it asks in one of the fields {names}"
-                raise ConfigError(f"{setting}: {path}, {row.place}: {wrong}")
-            yield as_text(asked)

@@ -179,7 +179,7 @@ class Schema:
     def asked(self, fields: Fields) -> Asked:
         """What the row asks: text, or messages of a chat."""
         content = self.prompt.of(fields)
-        asked = question(content)
+        asked = content if isinstance(content, str) and content.strip() else _messages(content)
         if asked is None:
             raise ConfigError(
                 f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_shown(content)}"
@@ -196,11 +196,6 @@ class Schema:
             return self.gold(self.answer.of(fields), fields)
         except ConfigError as error:
             raise ConfigError(f"{self.answer} {error}") from error
-
-
-def question(content: object) -> Asked | None:
-    """What the content of a field asks; None where it is neither text nor messages of a chat."""
-    return content if isinstance(content, str) and content.strip() else _messages(content)
 
 
 def _messages(content: object) -> tuple[Message, ...] | None:

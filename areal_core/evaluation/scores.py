@@ -210,12 +210,6 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
     return found
 
 
-def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
-    """The share of problems whose greedy completions have the same verdict; both are of the same problems."""
-    same = [one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)]
-    return sum(same) / len(same)
-
-
 def problem_row(record: Record) -> dict[str, Any]:
     """A problem as a row of a table for people."""
     return {

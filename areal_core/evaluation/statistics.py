@@ -49,8 +49,8 @@ def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
     """The chance [P] that k of a prompt's n completions, drawn without replacement, hold a correct one.
 
     1 - C(n - c, k) / C(n, k), unbiased for k fresh completions (Chen et al., 2021, arXiv 2107.03374, Eq. 1); in whole
-    numbers, so that nothing cancels and equal chances are equal. `correct` [P] holds c, `completions` [P] n; k is at most
-    the least n.
+    numbers, so that nothing cancels and equal chances are equal. `correct` [P] holds c, `completions` [P] n. k is
+    at most the least n.
     """
     values: list[float] = []
     for c, n in zip(correct.tolist(), completions.tolist(), strict=True):

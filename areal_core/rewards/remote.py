@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 from aiohttp import WSMsgType, web
 
 from areal_core import errors
@@ -85,10 +84,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         message = _Outcome(error=type(outcome).__name__, says=str(outcome))
     else:
         message = _Outcome(requests=list(outcome))
-    try:
-        answer = msgspec.msgpack.encode(message, enc_hook=_plain)
-    except (TypeError, ValueError) as error:
-        return encode_outcome(RewardError(f"environment: what it gives can't be sent: {error}"))
+    answer = msgspec.msgpack.encode(message)
     if len(answer) > ANSWER_BYTES:
         return encode_outcome(
             RewardError(f"the group has {len(answer)} bytes, more than the {ANSWER_BYTES} of an answer")
@@ -105,13 +101,6 @@ def decode_outcome(data: bytes) -> Outcome:
     if message.error is not None:
         return _ERRORS.get(message.error, RewardError)(message.says)
     return message.scored or tuple(message.requests or ())
-
-
-def _plain(value: object) -> object:
-    """A number of numpy's, as an environment may give it."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is neither a number nor text")
 
 
 SILENT_S = 10.0  # after which a connection that nothing comes through is lost, and an answer that is overdue

@@ -28,7 +28,6 @@ from areal_core.evaluation.scores import (
     Record,
     RecordFile,
     Scores,
-    agreement,
     compared,
     read_records,
     scored,
@@ -58,7 +57,6 @@ class Result:
     scores: Scores
     records: tuple[Record, ...]
     above: Mapping[str, Difference]  # what it scores above an earlier evaluation; empty where it is compared with none
-    agreement: float | None  # share of greedy verdicts that are those of that evaluation
     about: Mapping[str, Any]  # what was evaluated, and how
     records_file: Path
     page: Path
@@ -142,7 +140,6 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
         scores=scores,
         records=found,
         above={} if others is None else compared(found, others),
-        agreement=None if others is None else agreement(found, others),
         about=benchmark.about,
         records_file=records.path,
         page=page,

@@ -50,13 +50,6 @@ def asked(source):
     return sorted(source.prompt(index).text for index in range(source.report.training.prompts))
 
 
-def test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
-    by_seed = [opened(tokenizer, seed=seed) for seed in (1, 2)]
-    epochs = [[source.prompt(6 * epoch + i).answer for i in range(6)] for source in by_seed for epoch in range(2)]
-    assert all(sorted(epoch) == sorted(["11", "50", "4,500", "41", "-7", "2.5"]) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == 4
-
-
 def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
     assert [prompt.answer for prompt in opened(tokenizer).held_out()] == ["36", "5"]
     assert [prompt.answer for prompt in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
@@ -78,18 +71,6 @@ def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
     template = "{{ question }}\nReason step by step, and after that put the answer that you have found into a box."
     worded = opened(tokenizer, train, write(tmp_path / "test", rows[0]), prompt_template=template)
     assert worded.report.training.prompts == 3  # the words of a template are no overlap
-
-
-def test_prompts_of_benchmarks_are_not_trained_on(tokenizer, tmp_path):
-    paths = files(tmp_path, *(row(f"q {i}", i) for i in range(6)))
-    one = write(tmp_path / "one.jsonl", {"problem": "Q 1"}, {"prompt": [{"role": "user", "content": "q 2"}]})
-    two = write(tmp_path / "two.jsonl", {"question": "q 3"})
-    source = opened(tokenizer, *paths, benchmark_paths=f"{one}, {two}")
-    assert asked(source) == ["q 0", "q 4", "q 5"]
-    write(two, {"question": "q 3"}, {"text": "q 4"})
-    said = rf"^task\.benchmark_paths: {two}, line 2: must hold what it asks in one of the fields question, problem, pro"
-    with pytest.raises(ConfigError, match=said):
-        opened(tokenizer, *paths, benchmark_paths=f"{one},{two}")
 
 
 NO_ANSWER = {"question": "a b"}

@@ -4,8 +4,6 @@ import functools
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import ScoredGroup, pack_group
+from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, encode_generation
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, load
 from areal_core.environments.environment import given, sampled, side_by_side
@@ -32,7 +30,7 @@ from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
-from tests.support.groups import score_group, unpack_group, whole_completions
+from tests.support.groups import score_group, whole_completions
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
@@ -90,26 +88,6 @@ def obey(said):
     if said == "raise":
         raise ZeroDivisionError("by zero")
     return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
-
-
-def test_a_group_is_scored_and_packed(model):
-    """One that was truncated is wrong though its text is right."""
-    texts = [("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), ("#7", [5, 5, 5]), ("#3", [5, 5], "length")]
-    config = RunConfig(algorithm=AlgorithmConfig(reward_correct=5.0, reward_incorrect=-5.0))
-    scored = score_group(config, model, asked(), whole(*(completion(*each) for each in texts)))
-    payload, summary = unpack_group(scored.payload, scored.summary), scored.summary
-    assert payload.lengths.tolist() == [14, 3, 2]
-    assert payload.truncated.tolist() == [False, False, True]
-    assert payload.tokens[14:17].tolist() == [*char_tokenizer().encode("#7"), END]
-    assert payload.versions.tolist() == [4] * 9 + [5] * 10
-    assert payload.logprobs[14:17].tolist() == [0, -0.125, -0.25]
-    assert payload.loss_mask.all()
-    assert payload.prompt_tokens.tolist() == list(char_tokenizer().encode("1-1-7="))
-    assert (summary.lengths, summary.rewards) == ((14, 3, 2), (5.0, -5.0, -5.0))
-    assert summary.outcomes == {"correct": 1, "incorrect": 2}
-    assert (summary.prompt_tokens, summary.tokens, summary.unused_tokens) == (6, 19, 0)
-    assert (summary.min_version, summary.max_version) == (4, 5)
-    assert summary.checksums == pack_group(payload)[1]
 
 
 @pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
@@ -232,22 +210,6 @@ async def test_a_cancelled_score_frees_its_worker_and_closing_ends_the_others(st
 TALKING = EnvironmentConfig(name="two_turn")
 
 
-async def test_suspended_groups_go_on_in_the_worker_that_has_them(group_pool):
-    """Three groups in turn, in two workers, each with a request of its own."""
-    pool = group_pool(workers=2, environment=TALKING)
-    sessions = [pool.begin(asked()) for _ in range(3)]
-    requests = await asyncio.gather(
-        *(session.advance(arrivals(completion(f"#{place}", [0, 0, 0]))) for place, session in enumerate(sessions))
-    )
-    texts = [char_tokenizer().decode(request.token_ids) for (request,) in requests]
-    assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
-    scored = [await session.advance(arrivals(completion("#3", [1, 1, 1]), request=1)) for session in reversed(sessions)]
-    payloads = [unpack_group(one.payload, one.summary) for one in scored]
-    said = [char_tokenizer().decode(payload.tokens.tolist()) for payload in payloads]
-    assert said == ["#2=#3", "#1=#3", "#0=#3"]
-    assert {one.summary.rewards for one in scored} == {(0.5,)}
-
-
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_pool):
     pool = group_pool(environment=TALKING)
     session = pool.begin(asked())
@@ -304,27 +266,6 @@ async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
 
 def count_suspended(config, model_path, message):
     return len(worker._suspended) if message == "how many" else worker.advance(config, model_path, message)
-
-
-CONTROLLER = """
-import asyncio
-from tests.unit.rewards.test_worker import RewardPool, obey, score
-async def main():
-    pool = RewardPool(workers=2, timeout_s=600.0, function=obey)
-    await asyncio.gather(*(score(pool, '') for _ in range(2)))
-    print(*pool.pids(), flush=True)
-    await asyncio.gather(*(score(pool, 'hang') for _ in range(2)))
-asyncio.run(main())
-"""
-
-
-def test_workers_do_not_outlive_their_controller():
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER], stdout=subprocess.PIPE)
-    assert controller.stdout is not None
-    workers = Watch(map(int, controller.stdout.readline().split()))
-    controller.kill()
-    controller.wait()
-    assert workers.all_end()
 
 
 class Watch:
