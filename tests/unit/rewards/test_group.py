@@ -7,26 +7,18 @@ import itertools
 import numpy as np
 import pytest
 
-from areal_core.api.wire import Arrival, encode_generation, join_completions
+from areal_core.api.wire import Arrival, join_completions
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext, SingleTurn, Verdict, given, sampled, side_by_side
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
-from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory
-from tests.support.groups import unpack_group, whole_completions
+from areal_core.types import Outcome, Prompt, SampleRequest, Trajectory
+from tests.support.groups import served, unpack_group
 from tests.support.policies import END, TOKENIZER, completion
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
-
-
-def served(*completions):
-    """As a server would return them."""
-    request = GenerationRequest(
-        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
-    )
-    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):

@@ -8,11 +8,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import Arrival, encode_generation
+from areal_core.api.wire import Arrival
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, load
 from areal_core.environments.environment import given, sampled, side_by_side
 from areal_core.environments.verdicts import Verdict
@@ -24,47 +23,28 @@ from areal_core.errors import (
     SessionLostError,
     VerifierError,
 )
-from areal_core.models.tokenizer import EOS, char_tokenizer
+from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
-from tests.support.groups import score_group, whole_completions
+from areal_core.types import GroupSummary, Outcome, Prompt, Trajectory
+from tests.support.groups import score_group, served
+from tests.support.policies import TOKENIZER, completion
 
-END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
 SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
 
 
-def completion(text, versions, finish_reason="stop"):
-    ids = [*char_tokenizer().encode(text), *([END] if finish_reason == "stop" else [])]
-    return Completion(
-        token_ids=np.array(ids, np.int32),
-        logprobs=-np.arange(len(ids), dtype=np.float32) / 8,
-        versions=np.array(versions, np.int32),
-        finish_reason=finish_reason,
-    )
-
-
-def whole(*completions):
-    request = GenerationRequest(
-        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
-    )
-    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
-
-
 def arrivals(*completions, request=0):
-    return [Arrival(request, index, one) for index, one in enumerate(whole(*completions))]
+    return [Arrival(request, index, one) for index, one in enumerate(served(*completions))]
 
 
 async def score(pool, message):
     return (await pool.ask(message))[0]
 
 
-def asked(gold="3"):
-    text = "1-1-7="
-    return Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold)
+ASKED = Prompt(index=0, prompt_id="0", text="1-1-7=", token_ids=TOKENIZER.encode("1-1-7="), answer="3")
 
 
 @pytest.fixture
@@ -90,10 +70,12 @@ def obey(said):
     return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
 
 
-@pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
+@pytest.mark.parametrize(
+    "unfinished", [completion("#3", finish_reason="abort"), completion("", finish_reason="length")]
+)
 def test_an_unfinished_completion_is_not_scored(model, unfinished):
     with pytest.raises(RewardError, match="a completion is not finished"):
-        score_group(RunConfig(), model, asked(), whole(completion("#3", [0, 0, 0]), unfinished))
+        score_group(RunConfig(), model, ASKED, served(completion("#3"), unfinished))
 
 
 @pytest.fixture
@@ -212,15 +194,15 @@ TALKING = EnvironmentConfig(name="two_turn")
 
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_pool):
     pool = group_pool(environment=TALKING)
-    session = pool.begin(asked())
-    await session.advance(arrivals(completion("#0", [0, 0, 0])))
+    session = pool.begin(ASKED)
+    await session.advance(arrivals(completion("#0")))
     [pid] = pool.pids()
     workers = Watch([pid])
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
     with pytest.raises(SessionLostError, match="suspended"):
-        await session.advance(arrivals(completion("#3", [0, 0, 0]), request=1))
-    [request] = await session.advance(arrivals(completion("#0", [0, 0, 0])))  # it starts again, in another worker
+        await session.advance(arrivals(completion("#3"), request=1))
+    [request] = await session.advance(arrivals(completion("#0")))  # it starts again, in another worker
     assert request.n == 1
 
 
@@ -229,12 +211,12 @@ async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, mo
     monkeypatch.setenv("NOTED", str(model / "noted"))
     environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
     pool = group_pool(n=2, environment=environment)
-    session = pool.begin(asked())
-    assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
+    session = pool.begin(ASKED)
+    assert await session.advance(arrivals(completion("#3"))) == ()
     async with asyncio.timeout(30):
         while not (model / "noted").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    scored = await session.advance([Arrival(0, 1, whole(completion("#3", [1, 1, 1]))[0])])
+    scored = await session.advance([Arrival(0, 1, served(completion("#3"))[0])])
     assert len(scored.summary.rewards) == 2
 
 
@@ -257,8 +239,8 @@ class Noting:
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
     pool = group_pool(environment=TALKING, function=count_suspended)
     for _ in range(3):
-        session = pool.begin(asked())
-        await session.advance(arrivals(completion("#0", [0, 0, 0])))
+        session = pool.begin(ASKED)
+        await session.advance(arrivals(completion("#0")))
         session.close()
     suspended, _ = await pool.ask("how many")
     assert suspended == 0
@@ -326,14 +308,9 @@ NOWHERE = EnvironmentConfig(verifier="nowhere:verify")
 UNKNOWN = r"^environment\.verifier: nowhere:verify can't be imported"
 
 
-def test_module_that_can_not_be_imported_is_named() -> None:
-    with pytest.raises(ConfigError, match=UNKNOWN):
-        outcome("1", replace(CONFIG, environment=NOWHERE))
-
-
 async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
     with pytest.raises(ConfigError, match=UNKNOWN):
-        await group_pool(environment=NOWHERE).begin(asked(), apart=True).advance(arrivals(completion("#3", [0, 0, 0])))
+        await group_pool(environment=NOWHERE).begin(ASKED, apart=True).advance(arrivals(completion("#3")))
 
 
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
