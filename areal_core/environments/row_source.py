@@ -146,7 +146,9 @@ class PromptFile:
             try:
                 self._add(row)
             except LeftOut as found:
-                self._leave_out(row, found)
+                self._report.leave_out(found.reason)
+                if found.reason.is_bad and len(self._report.bad) < _NAMED:
+                    self._report.bad.append(f"{row.place}: {found}")
 
     def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
         """Leave out what equals one of these texts, or shares a run of words with one."""
@@ -163,13 +165,6 @@ class PromptFile:
             raise ConfigError(f"{self._name}: there is no prompt in {report}")
         logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
         return report
-
-    def _leave_out(self, row: Row, found: LeftOut) -> None:
-        self._report.leave_out(found.reason)
-        if not found.reason.is_bad:
-            return
-        if len(self._report.bad) < _NAMED:
-            self._report.bad.append(f"{row.place}: {found}")
 
     def _add(self, row: Row) -> None:
         """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""

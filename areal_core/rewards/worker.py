@@ -260,15 +260,19 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     hangs, VerifierError for one that ends its process, ConfigError for one that can't be imported, what the verifier
     raises, and RewardError where no worker starts, which says nothing about the verifier."""
     worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
-    name = config.environment.judged_by
+    name, started = config.environment.judged_by, False
     try:
-        found = _open(worker, name, prompt, text)
+        worker.start()
+        started = True
+        found = worker.ask(None, _OPEN_S)  # the import of its verifier is no time for the verdict
         if found is None:
             found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
     except RewardTimeoutError as error:
         said = str(error)  # in native code it could not say more
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
-    except RewardWorkerError:
+    except RewardWorkerError as error:
+        if not started:
+            raise RewardError(f"no process for a verdict: {error}") from error
         worker.kill()
         how = f"it ended its process, with status {worker.process.returncode}"
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
@@ -277,19 +281,6 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     if isinstance(found, ArealError):
         raise found
     return found
-
-
-def _open(worker: WorkerProcess, name: str, prompt: Prompt, text: str) -> ArealError | None:
-    """Start a worker and have it import its verifier. Neither counts as time for the verdict."""
-    try:
-        worker.start()
-    except RewardWorkerError as error:
-        raise RewardError(f"no process for a verdict: {error}") from error
-    try:
-        return worker.ask(None, _OPEN_S)
-    except RewardTimeoutError:
-        how = f"it was not imported within {_OPEN_S:g} s"
-        raise RewardTimeoutError(verdicts.told(name, how, prompt, text)) from None
 
 
 def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
