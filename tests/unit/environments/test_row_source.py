@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.groups import EnvironmentConfig, TaskConfig
 from areal_core.config.schema import RunConfig
 from areal_core.environments.row_source import Reason, RowSource, overlapping
 from areal_core.errors import ConfigError
-from areal_core.models.tokenizer import Tokenizer, char_tokenizer
-from tests.support.chat import chat_folder
+from areal_core.models.tokenizer import char_tokenizer
 from tests.support.words import word_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "data"
@@ -135,22 +134,6 @@ def test_files_without_a_prompt_are_refused(tokenizer, tmp_path, rows, held_out,
         write(tmp_path / "train", *rows)
     with pytest.raises(ConfigError, match=f"^{said}"):
         opened(tokenizer, tmp_path / "train", write(tmp_path / "test", *held_out))
-
-
-def test_messages_of_a_chat_are_fed_as_such_or_as_their_text(tmp_path):
-    chatting = Tokenizer.from_folder(chat_folder(tmp_path / "model"))
-    fields = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth"}
-    settings = {"path": None, "held_out": SAMPLES / "published" / "dapo.jsonl", "max_prompt_tokens": 400, **fields}
-    [plain] = opened(chatting, **settings).held_out()
-    assert (plain.text, plain.answer) == ("End on the answer.\n\nWhat is $17 \\cdot 3$?", "51")
-    assert chatting.decode(plain.token_ids, special=True) == plain.text
-    chat = ChatConfig(enabled=True, system="Not this.")
-    [chatted] = opened(chatting, **settings, chat=chat).held_out()
-    assert (chatted.text, chatted.prompt_id) == (plain.text, plain.prompt_id)
-    assert chatting.decode(chatted.token_ids, special=True) == (
-        "<|im_start|>system\nEnd on the answer.<|im_end|>\n<|im_start|>user\nWhat is $17 \\cdot 3$?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
