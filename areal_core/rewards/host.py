@@ -104,8 +104,7 @@ class Host:
                     ping_timeout=SILENT_S,
                 )
             except (OSError, WebSocketException) as error:
-                refused = isinstance(error, InvalidStatus) and error.response.status_code < 500
-                if refused or time.monotonic() > deadline:
+                if time.monotonic() > deadline:  # a place is free again once its last connection is missed
                     why = (error.response.body or b"").decode() if isinstance(error, InvalidStatus) else str(error)
                     raise ProcessError(f"controller: reward worker {place} can't connect: {why}") from error
             time.sleep(_RETRY_S)
