@@ -130,7 +130,7 @@ async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
     server = _Completing([rf"\boxed{{{answer}}}" for _, answer, _ in judged], tokenizer)
     config = load({"environment": {"verifier": "mathematics"}})
     benchmark = Benchmark(name="own", config=config, problems=problems, about={})
-    with tempfile.TemporaryDirectory() as folder, RecordFile(Path(folder) / "r", {"a": 1}, synced=False) as records:
+    with tempfile.TemporaryDirectory() as folder, RecordFile(Path(folder) / "r", {"a": 1}) as records:
         judges = Judges(config, workers=2)
         try:
             collector = Collector(benchmark, records, tokenizer, judges, stop_token_ids=())

@@ -90,13 +90,10 @@ def _report(model: str, results: Sequence[Result], reference: str | None, config
 
 
 def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:
-    if result.agreement is None:
-        return []
-    differences = (
+    return [
         (f"{figure} above {reference}", f"{it.value:+.3f} [{it.low:+.3f}, {it.high:+.3f}], p = {it.p_value:.3g}")
         for figure, it in result.above.items()
-    )
-    return [*differences, (f"greedy verdicts as of {reference}", f"{result.agreement:.3f}")]
+    ]
 
 
 def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -> str:

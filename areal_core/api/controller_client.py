@@ -1,4 +1,4 @@
-"""HTTP client of the controller, for the trainer, the evaluator, reward workers and the launcher.
+"""HTTP client of the controller, for the trainer, the evaluator and the launcher.
 
 Synchronous. The controller may be restarted on another port: after a failed connection the address is read again from
 its ready file, for a bounded time. Every call is safe to repeat.
@@ -25,7 +25,6 @@ from areal_core.storage.rundir import RunDir
 from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
 _POLL_S = 20.0  # one long poll
-WORK_S = 5.0  # one long poll of a reward worker, which is missed when it asks no more
 _RETRY_S = 0.2  # between two attempts to connect
 
 
@@ -74,20 +73,6 @@ class ControllerClient:
 
     def finish(self, reason: str, version: int, model_url: str) -> None:
         self._json("POST", "/finish", {"reason": reason, "version": version, "model_url": model_url})
-
-    # -- reward workers ----------------------------------------------------------------------------------------
-
-    def reward_work(self, place: int, incarnation: str, answered: int, answer: bytes) -> bytes:
-        """Wait for the next work of the worker in this place, which has answered so many in its `incarnation`; `answer`
-        is that of the last one. See areal_core.rewards.remote."""
-        path = f"/rewards/{place}?incarnation={incarnation}&answered={answered}&timeout_s={WORK_S}"
-        while (work := self._call("POST", path, answer)) is None:
-            answer = b""  # it is there
-        return work
-
-    def rewards_leave(self, host: str) -> None:
-        """Have the reward workers of a host leave, with whose name their incarnations begin."""
-        self._json("DELETE", f"/rewards?host={host}")
 
     # -- evaluator ---------------------------------------------------------------------------------------------
 
@@ -145,13 +130,12 @@ class ControllerClient:
 
     def _call(self, method: str, path: str, body: Any = None) -> bytes | None:
         """The body of a 200, None for a 204. Raises RunFinished for a 410, ProcessError for anything else."""
-        payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        payload = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
                 connection = self._connect()
-                kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
-                content_type = {"Content-Type": kind} if payload else {}
+                content_type = {"Content-Type": "application/json"} if payload else {}
                 connection.request(method, path, payload, self._authorization | content_type)
                 response = connection.getresponse()
                 content = response.read()

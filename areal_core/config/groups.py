@@ -49,7 +49,6 @@ class ChatConfig:
 
     enabled: bool = False  # false: prompts are fed as they stand
     system: str | None = None  # system prompt; None: the template's own, if it has one
-    generation_prompt: bool = True  # the opening of the assistant's turn ends the prompt
     thinking: bool | None = None  # the template's switch `enable_thinking`; None: as the template has it
 
 
@@ -62,7 +61,7 @@ class TaskConfig:
     length_decay: float = bounded(0.85, above=0.0, high=1.0)  # arithmetic: P(n+1 operations) / P(n)
     dataset: str | None = None  # reasoning_gym: one of its data sets
     dataset_options: str = ""  # reasoning_gym: name=value pairs of that data set, as a shell would read them
-    # rows, see docs/data.md: a file, a folder of `datasets`, or datasets:owner/name[:config]:split
+    # rows, see docs/data.md: .jsonl, .json or .parquet
     path: str | None = None  # training prompts; None: there is nothing to train on, only to evaluate
     held_out_path: str | None = None
     prompt_field: str = "question"  # with dots where it lies in others: extra.question
@@ -71,13 +70,6 @@ class TaskConfig:
     held_out_prompt_field: str | None = None  # None: as in the training file, like the next two
     held_out_answer_field: str | None = None
     held_out_prompt_template: str | None = None
-    benchmark_paths: str = ""  # files, with commas between, whose prompts are not trained on either
-    bad_rows: str = choice("skip", "skip", "refuse")  # rows that hold no prompt, no answer, or too many tokens
-    success_field: str | None = None  # of a row: how often the policy solves it, from 0 to 1
-    success_path: str | None = None  # or a file of {"prompt_id" or "prompt", "rate"}
-    min_success: float = bounded(0.0, low=0.0, high=1.0)  # of what is trained on
-    max_success: float = bounded(1.0, low=0.0, high=1.0)
-    min_prompt_tokens: int = bounded(1, low=1)  # of what is trained on
     chat: ChatConfig = field(default_factory=ChatConfig)
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
@@ -89,12 +81,6 @@ class TaskConfig:
             raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
         if self.name == "rows" and not self.held_out_path:
             raise ConfigError("task.held_out_path: task.name=rows needs a file of prompts to evaluate with")
-        one = self.success_field is None or self.success_path is None
-        require(one, "task.success_path", "null with task.success_field", self.success_path)
-        if (self.min_success, self.max_success) != (0.0, 1.0) and not (self.success_field or self.success_path):
-            raise ConfigError("task.success_field: must name rates for task.min_success and task.max_success to bound")
-        most = self.max_success
-        require(self.min_success <= most, "task.min_success", f"at most task.max_success ({most:g})", self.min_success)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +89,6 @@ class EnvironmentConfig:
 
     name: str = "single_turn"  # single_turn, two_turn, or an import path
     verifier: str | None = None  # exact_match, mathematics, code, or an import path; None: the one of task.name
-    no_result: str = choice("leave_out", "leave_out", "try_again")  # a completion that its verifier can't judge
     max_no_result: float = bounded(0.2, low=0.0, high=1.0)  # of the rollouts of 32 groups: the run ends above it
     verify_truncated: bool = False  # completions that ran into the length limit; else they are wrong unseen
     retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong

@@ -2,7 +2,7 @@
 
     trainer --GET /batch, /groups; POST /versions, /metrics, /checkpoints, /finish--> here
     evaluator --GET /evaluation; POST /evaluations--> here
-    reward workers of other machines --POST /rewards--> here
+    reward workers of other machines --WebSocket /rewards--> here
     launcher --POST /servers; GET /status--> here --generate, pause, update, resume--> generation servers
 
 It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written, or,

@@ -70,8 +70,8 @@ class Dialogue:
         return [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
 
     def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
-        prompted = self._chat.generation_prompt and messages[-1]["role"] == "user"
-        return template.render(messages, generation_prompt=prompted, thinking=self._chat.thinking)
+        opened = messages[-1]["role"] == "user"
+        return template.render(messages, generation_prompt=opened, thinking=self._chat.thinking)
 
 
 def as_text(asked: Asked) -> str:

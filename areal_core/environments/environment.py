@@ -22,7 +22,6 @@ import numpy as np
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.verdicts import Judge, Verdict, Verifier
-from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
 
@@ -69,14 +68,12 @@ class EnvContext:
     def judge(self, task: Prompt, completion: Completion) -> Verdict:
         """The verdict on a completion. One that ran into the length limit is wrong, and is not verified unless
         environment.verify_truncated says so. A verifier that fails has no result. Raises RewardError where the
-        verifier does, and where there is no result and environment.no_result=try_again."""
+        verifier does."""
         text = self.tokenizer.decode(completion.token_ids.tolist())
         judge = Judge(self.environment, self.verify)
         verdict = judge(task, text, truncated=completion.finish_reason == "length")
         if verdict.failure is not None:
             self.on_failure(verdict.failure)
-        if verdict.score is None and self.environment.no_result == "try_again":
-            raise RewardError(f"the verifier found no result: {verdict.outcome}")
         return verdict
 
     def trajectory(

@@ -3,8 +3,8 @@
     file -> rows -> what they ask, their gold answers, their tokens -> prompts, and a report of all other rows
 
 `rows` reads files and says what fields mean. A `PromptFile` makes the prompts of one file and counts all other
-rows by reason. Training rows are left out though nothing is wrong with them if they repeat others, overlap with
-held-out prompts, or have a success rate out of bounds.
+rows by reason. Training rows are left out though nothing is wrong with them if they repeat others, or overlap with
+held-out prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -24,7 +24,7 @@ from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.registry import verifier_name
-from areal_core.environments.rows import Field, Fields, Row, Schema, question, read_rows
+from areal_core.environments.rows import Row, Schema, read_rows
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
@@ -36,23 +36,16 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"
     NO_PROMPT = "without prompt"
     NO_ANSWER = "without answer"
-    NO_RATE = "without success rate"
     UNSPELLABLE = "unspellable"
     TOO_LONG = "too long"
     # of training files alone, and nothing that is wrong with a row:
-    TOO_SHORT = "too short"
     DUPLICATE = "duplicate"
     OVERLAPPING = "overlapping with held-out prompts"
-    TOO_HARD = "too hard"
-    TOO_EASY = "too easy"
 
     @property
     def is_bad(self) -> bool:
-        """Whether such a row is a mistake in its file, which task.bad_rows=refuse refuses."""
-        return self not in _FILTERED
-
-
-_FILTERED = {Reason.TOO_SHORT, Reason.DUPLICATE, Reason.OVERLAPPING, Reason.TOO_HARD, Reason.TOO_EASY}
+        """Whether such a row is a mistake in its file."""
+        return self not in (Reason.DUPLICATE, Reason.OVERLAPPING)
 
 
 class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
@@ -124,61 +117,14 @@ def _runs(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[start:] for start in range(_RUN)), strict=False)
 
 
-class SuccessRates:
-    """How often the policy solves a prompt, by a field of its row or by a file of them. Raises ConfigError for a file
-    that can't be read."""
-
-    def __init__(self, task: TaskConfig) -> None:
-        self._bounds = (task.min_success, task.max_success)
-        self._field = None if task.success_field is None else Field("task.success_field", task.success_field)
-        self._path = task.success_path
-        self._rates = {} if self._path is None else _read_rates(self._path)
-
-    def check(self, fields: Fields, names: Sequence[str]) -> None:
-        """Raises LeftOut for a row without rate, or with one that is out of bounds. `names` are those that the file may
-        have for its prompt: its id and its texts."""
-        if self._field is not None:
-            rate = _rate(self._field.of(fields))
-            missing = f"{self._field} must be a number from 0 to 1"
-        elif self._path is not None:
-            spelt = (*names, *map(same, names))
-            rate = next((self._rates[name] for name in spelt if name in self._rates), None)
-            missing = f"task.success_path: {self._path} has no rate of this prompt"
-        else:
-            return
-        if rate is None:
-            raise LeftOut(Reason.NO_RATE, missing)
-        if not self._bounds[0] <= rate <= self._bounds[1]:
-            raise LeftOut(Reason.TOO_HARD if rate < self._bounds[0] else Reason.TOO_EASY)
-
-
-def _read_rates(path: str) -> Mapping[str, float]:
-    rates: dict[str, float] = {}
-    for row in read_rows("task.success_path", path):
-        name = row.fields.get("prompt_id", row.fields.get("prompt"))
-        rate = _rate(row.fields.get("rate"))
-        if not isinstance(name, str) or rate is None:
-            wrong = row.wrong or "must hold prompt_id or prompt, text, and rate, a number from 0 to 1"
-            raise ConfigError(f"task.success_path: {path}, {row.place}: {wrong}")
-        rates[name] = rate
-    return {same(name): rate for name, rate in rates.items()} | rates  # the exact spelling counts first
-
-
-def _rate(content: object) -> float | None:
-    if isinstance(content, bool) or not isinstance(content, int | float) or not 0 <= content <= 1:
-        return None
-    return float(content)
-
-
 logger = logging.getLogger(__name__)
 
 _NAMED = 3  # bad rows, in the log and the dataset report
 
 
 class PromptFile:
-    """The file of the setting `name`, read whole. With `rates` it is one to train on, whose rows are filtered; all that
-    a held-out file has and the policy can be fed is a prompt. Raises ConfigError, naming the setting, for a file that
-    can't be read, and with task.bad_rows=refuse for the first bad row."""
+    """The file of the setting `name`, read whole. One to train on loses duplicates; of a held-out one all is a prompt
+    that the policy can be fed. Raises ConfigError, naming the setting, for a file that can't be read."""
 
     def __init__(
         self,
@@ -188,10 +134,10 @@ class PromptFile:
         task: TaskConfig,
         dialogue: Dialogue,
         *,
-        rates: SuccessRates | None = None,
+        trained_on: bool,
     ) -> None:
         self._name, self._report = name, FileReport(path)
-        self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
+        self._task, self._schema, self._dialogue, self._trained_on = task, schema, dialogue, trained_on
         self._seen: set[bytes] = set()  # hashes of texts and gold answers
         self.prompts: list[Prompt] = []
         self.questions: list[str] = []  # what their rows ask, without the words that a template puts around it
@@ -200,7 +146,9 @@ class PromptFile:
             try:
                 self._add(row)
             except LeftOut as found:
-                self._leave_out(row, found)
+                self._report.leave_out(found.reason)
+                if found.reason.is_bad and len(self._report.bad) < _NAMED:
+                    self._report.bad.append(f"{row.place}: {found}")
 
     def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
         """Leave out what equals one of these texts, or shares a run of words with one."""
@@ -218,15 +166,6 @@ class PromptFile:
         logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
         return report
 
-    def _leave_out(self, row: Row, found: LeftOut) -> None:
-        self._report.leave_out(found.reason)
-        if not found.reason.is_bad:
-            return
-        if self._task.bad_rows == "refuse":
-            raise ConfigError(f"{self._name}: {self._report.path}, {row.place}: {found}") from found
-        if len(self._report.bad) < _NAMED:
-            self._report.bad.append(f"{row.place}: {found}")
-
     def _add(self, row: Row) -> None:
         """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
         if row.wrong is not None:
@@ -234,25 +173,21 @@ class PromptFile:
         with _otherwise(Reason.NO_PROMPT):
             asked = self._schema.asked(row.fields)
             worded = self._schema.worded(row.fields, asked)
-        text, question = as_text(worded), as_text(asked)
+        text = as_text(worded)
         with _otherwise(Reason.UNSPELLABLE):
             prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
         with _otherwise(Reason.NO_ANSWER):
             answer = self._schema.gold_answer(row.fields)
             pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
-        if self._rates is not None:
-            if pair in self._seen:
-                raise LeftOut(Reason.DUPLICATE)
-            self._rates.check(row.fields, (prompt_id, text, question))
+        if self._trained_on and pair in self._seen:
+            raise LeftOut(Reason.DUPLICATE)
         with _otherwise(Reason.UNSPELLABLE):
             token_ids = self._dialogue.prompt(worded)
         if len(token_ids) > self._task.max_prompt_tokens:
             limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
             raise LeftOut(Reason.TOO_LONG, f"a prompt of {len(token_ids)} tokens, more than {limit}")
-        if self._rates is not None and len(token_ids) < self._task.min_prompt_tokens:
-            raise LeftOut(Reason.TOO_SHORT)
         self._seen.add(pair)
-        self.questions.append(question)
+        self.questions.append(as_text(asked))
         self.prompts.append(
             Prompt(index=len(self.prompts), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
         )
@@ -274,16 +209,12 @@ def _otherwise(reason: Reason) -> Iterator[None]:
         raise LeftOut(reason, str(error)) from error
 
 
-_BENCHMARK_FIELDS = ("question", "problem", "prompt")  # what a benchmark asks, where the task's own fields hold nothing
-
-
 class RowSource:
     """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another, as it has them.
 
-    Gold answers are read for the verifier that judges. A training prompt that the held-out file or a benchmark also has
-    is left out. Bad rows are skipped and counted, the first of them named in the log; with task.bad_rows=refuse the
-    first raises ConfigError naming file and row, as a file of nothing else always does. Without task.path there is
-    nothing to train on, and `prompt` is not to be called.
+    Gold answers are read for the verifier that judges. A training prompt that the held-out file also has is left
+    out. Bad rows are skipped and counted, the first of them named in the log; a file of nothing else raises
+    ConfigError. Without task.path there is nothing to train on, and `prompt` is not to be called.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -291,16 +222,16 @@ class RowSource:
         assert task.held_out_path is not None  # config.load sees to it
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
-        held_out = PromptFile("task.held_out_path", task.held_out_path, held_out_schema, task, dialogue)
+        held_out = PromptFile(
+            "task.held_out_path", task.held_out_path, held_out_schema, task, dialogue, trained_on=False
+        )
         self.report = DatasetReport(training=None, held_out=held_out.close())
         self._held_out = held_out.prompts[: task.held_out]
         self._prompts: list[Prompt] = []
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
-            training = PromptFile("task.path", task.path, schema, task, dialogue, rates=SuccessRates(task))
-            training.leave_out_overlapping(
-                [*held_out.questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)]
-            )
+            training = PromptFile("task.path", task.path, schema, task, dialogue, trained_on=True)
+            training.leave_out_overlapping(held_out.questions)
             self.report.training = training.close()
             self._prompts = training.prompts
             self.digests["task.path"] = prompts_digest(self._prompts)
@@ -318,17 +249,3 @@ class RowSource:
         order = list(range(len(self._prompts)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
-
-
-def _benchmarks(paths: str, *schemas: Schema) -> Iterator[str]:
-    """What the rows of these files ask. Raises ConfigError for one that does not say: it could not be kept out."""
-    setting = "task.benchmark_paths"
-    fields = [schema.prompt for schema in schemas] + [Field(setting, name) for name in _BENCHMARK_FIELDS]
-    for path in filter(None, map(str.strip, paths.split(","))):
-        for row in read_rows(setting, path):
-            asked = next(filter(None, (question(field.of(row.fields)) for field in fields)), None)
-            if asked is None:
-                names = ", ".join(dict.fromkeys(field.name for field in fields))
-                wrong = row.wrong or f"must hold what it asks in one of the fields {names}"
-                raise ConfigError(f"{setting}: {path}, {row.place}: {wrong}")
-            yield as_text(asked)

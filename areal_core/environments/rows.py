@@ -1,8 +1,7 @@
-"""Rows of files and what their fields mean: JSON lines, a JSON list, Parquet, or a data set of `datasets`.
+"""Rows of files and what their fields mean: JSON lines, a JSON list, or Parquet.
 
-The only user of pyarrow and datasets, each imported when a file needs it. Nothing is fetched: of a data set of the
-Hugging Face Hub, what this machine has in its cache is read. A `Schema` says what a row asks, how that is worded for
-the policy, and what its gold answer is.
+The only user of pyarrow, which is imported when a file needs it. A `Schema` says what a row asks, how that is worded
+for the policy, and what its gold answer is.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from areal_core.environments.unit_tests import unit_tests
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Message
 
-_CACHED = "datasets:"  # what the name of a data set of the Hub begins with
 _BATCH = 1024  # rows of a Parquet file that are in memory at once
 
 
@@ -40,14 +38,10 @@ class Row:
 
 
 def read_rows(name: str, path: str) -> Iterator[Row]:
-    """The rows of a file, of a folder that `save_to_disk` has written, or of `datasets:owner/name[:config]:split`.
-    `name` is the setting that holds the path, with which a ConfigError begins where nothing can be read."""
+    """The rows of a file. `name` is the setting that holds the path, with which a ConfigError begins where nothing can
+    be read."""
     try:
-        if path.startswith(_CACHED):
-            yield from _numbered(_cached(path.removeprefix(_CACHED)))
-        elif Path(path).is_dir():
-            yield from _numbered(_saved(path))
-        elif path.endswith(".parquet"):
+        if path.endswith(".parquet"):
             yield from _numbered(_parquet(path))
         elif path.endswith(".json"):
             yield from _numbered(_listed(path))
@@ -55,7 +49,7 @@ def read_rows(name: str, path: str) -> Iterator[Row]:
             yield from _lines(path)
     except ConfigError as error:
         raise ConfigError(f"{name}: {path} {error}") from error
-    except Exception as error:  # whatever pyarrow and datasets raise for files that are broken
+    except Exception as error:  # whatever pyarrow raises for files that are broken
         raise ConfigError(f"{name}: can't read {path}: {_first_line(error)}") from error
 
 
@@ -105,32 +99,6 @@ def _parquet(path: str) -> Iterator[Mapping[str, object]]:
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_BATCH):
             yield from batch.to_pylist()
-
-
-def _saved(path: str) -> Iterable[Any]:
-    import datasets  # more than a second of imports
-
-    found = datasets.load_from_disk(path)
-    if isinstance(found, datasets.DatasetDict):
-        splits = ", ".join(f"{path.rstrip('/')}/{split}" for split in found)
-        raise ConfigError(f"holds several splits; name one of them: {splits}")
-    return found
-
-
-def _cached(named: str) -> Iterable[Any]:
-    import datasets
-    from datasets import config as settings
-
-    parts = named.split(":")
-    if len(parts) not in (2, 3) or not all(parts):
-        raise ConfigError("must be of the form datasets:owner/name:split, or datasets:owner/name:config:split")
-    name, *config, split = parts
-    settings.HF_HUB_OFFLINE = True  # what a run is fed does not change between its starts
-    try:
-        return datasets.load_dataset(name, *config, split=split)
-    except Exception as error:
-        call = f"datasets.load_dataset({', '.join(map(repr, parts[:-1]))})"
-        raise ConfigError(f"is not in the cache of this machine, which {call} fills: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -211,10 +179,10 @@ class Schema:
     def asked(self, fields: Fields) -> Asked:
         """What the row asks: text, or messages of a chat."""
         content = self.prompt.of(fields)
-        asked = question(content)
+        asked = content if isinstance(content, str) and content.strip() else _messages(content)
         if asked is None:
             raise ConfigError(
-                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_described(content)}"
+                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_shown(content)}"
             )
         return asked
 
@@ -228,11 +196,6 @@ class Schema:
             return self.gold(self.answer.of(fields), fields)
         except ConfigError as error:
             raise ConfigError(f"{self.answer} {error}") from error
-
-
-def question(content: object) -> Asked | None:
-    """What the content of a field asks; None where it is neither text nor messages of a chat."""
-    return content if isinstance(content, str) and content.strip() else _messages(content)
 
 
 def _messages(content: object) -> tuple[Message, ...] | None:
@@ -266,16 +229,11 @@ def _text(content: object) -> str:
         return content
     if isinstance(content, int | float | Decimal) and not isinstance(content, bool) and math.isfinite(content):
         return str(content)
-    raise ConfigError(f"must be text or a number, got {_described(content)}")
+    raise ConfigError(f"must be text or a number, got {_shown(content)}")
 
 
-def _described(content: object) -> str:
-    if isinstance(content, str):
-        return "empty text"
-    if isinstance(content, bool | float) or content is None:
-        return json.dumps(content)
-    named = {list: "a list", dict: "an object", int: "a number"}
-    return "nothing" if content is _MISSING else named.get(type(content), type(content).__name__)
+def _shown(content: object) -> str:
+    return "nothing" if content is _MISSING else f"{content!r:.60}"
 
 
 GOLD: dict[str, GoldReader] = {"mathematics": _mathematics, "code": unit_tests}  # by the verifier's name

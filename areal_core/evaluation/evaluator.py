@@ -52,7 +52,7 @@ class Evaluator:
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.digest[:8]}.jsonl"
         about = {**self._benchmark.about, "model": {"digest": version.digest}}
-        with RecordFile(file, about, synced=False) as records:
+        with RecordFile(file, about) as records:
             collector = Collector(
                 self._benchmark,
                 records,
@@ -93,7 +93,6 @@ async def evaluate(run: RunDir) -> None:
     heartbeat.follow(asyncio.get_running_loop())
     more = True
     try:
-        await evaluator.servers.open()
         while more:
             try:
                 with heartbeat.waiting("controller-0", "no version to score"):

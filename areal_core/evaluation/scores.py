@@ -8,9 +8,9 @@ Every completion counts: one that was cut off, gives no answer that can be read,
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,31 +60,30 @@ class Record:
 class RecordFile:
     """The records of one evaluation on one benchmark. A context that closes the file.
 
-    Raises ConfigError, naming the first field that differs, where a file holds records of another evaluation;
-    StorageError for one that can't be read or written.
+    What follows a damaged line is dropped. Raises ConfigError, naming the first field that differs, where a file holds
+    records of another evaluation; StorageError for one that can't be read or written.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], *, synced: bool = True) -> None:
-        """`synced`: a record outlives the machine as soon as it is added; else the process, and a file that the machine
-        has not left whole is begun anew."""
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
-        self._synced = synced
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a line that was cut off
-            try:
-                if whole:
-                    self._check(whole[0], about)
-                self._records = _decoded(whole)
-            except _DAMAGED:
-                if synced:
-                    raise
-                whole, self._records = [], {}
+            lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a line that was cut off
+            self._records: dict[int, Record] = {}
+            whole = 0  # bytes before the first damaged line, as a machine that lost power may leave one
+            with suppress(*_DAMAGED):
+                for number, line in enumerate(lines):
+                    if number == 0:
+                        self._check(line, about)
+                    else:
+                        record = msgspec.json.decode(line, type=Record)
+                        self._records[record.problem] = record
+                    whole += len(line) + 1
             self._file = path.open("ab")
-            self._file.truncate(sum(len(line) + 1 for line in whole))
+            self._file.truncate(whole)
             if not whole:
                 self._write(about)
-        except (OSError, *_DAMAGED) as error:
+        except OSError as error:
             raise StorageError(f"{path}: can't be read or written as records: {error}") from error
 
     def __contains__(self, problem: int) -> bool:
@@ -125,23 +124,15 @@ class RecordFile:
     def _write(self, value: Record | Mapping[str, Any]) -> None:
         self._file.write(orjson.dumps(value) + b"\n")
         self._file.flush()
-        if self._synced:
-            os.fsync(self._file.fileno())
 
 
 def read_records(path: Path) -> list[Record]:
     """The whole records of a file, in the order of their problems. Raises StorageError."""
     try:
-        records = _decoded(path.read_bytes().split(b"\n")[:-1])
+        lines = path.read_bytes().split(b"\n")[1:-1]
+        return sorted((msgspec.json.decode(line, type=Record) for line in lines), key=lambda record: record.problem)
     except (OSError, *_DAMAGED) as error:
         raise StorageError(f"{path}: can't be read as records: {error}") from error
-    return [records[problem] for problem in sorted(records)]
-
-
-def _decoded(lines: Sequence[bytes]) -> dict[int, Record]:
-    """Records by problem, from the whole lines of a file."""
-    records = (msgspec.json.decode(line, type=Record) for line in lines[1:])
-    return {record.problem: record for record in records}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,17 +208,6 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
         ours, theirs = (np.array([_share(record.samples) for record in each]) for each in (records, reference))
         found["pass_at_1"] = difference(ours, theirs)
     return found
-
-
-def rates(records: Sequence[Record]) -> dict[str, float]:
-    """The share of a problem's completions that are right, by the hash of its text; of samples where there are some."""
-    return {record.prompt_id: _share(record.samples or (record.greedy,)) for record in records}
-
-
-def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
-    """The share of problems whose greedy completions have the same verdict; both are of the same problems."""
-    same = [one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)]
-    return sum(same) / len(same)
 
 
 def problem_row(record: Record) -> dict[str, Any]:

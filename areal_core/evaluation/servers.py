@@ -33,8 +33,7 @@ _AGAIN_S = 1.0  # between two tries to reach a server
 def open_servers(run: RunDir, config: RunConfig) -> Servers:
     """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run.
 
-    `open` puts in order what an evaluator that was killed has left. `work_on` has servers that hold a version work
-    until all is recorded, or a problem has failed.
+    `work_on` has servers that hold a version work until all is recorded, or a problem has failed.
     """
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
@@ -64,9 +63,6 @@ class OwnEngine:
         self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
         self._ended: dict[str, dict[int, Completion]] = {}  # of requests that are not finished
         self._stepping: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Nothing is left."""
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         if version.version or self._engine.version:  # else it holds the base model
@@ -104,60 +100,78 @@ class OwnEngine:
                     future.set_exception(error)
 
 
-class OwnServers:
+class _RunServers:
+    """Servers that load a version when it is scored."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._config = run, config
+
+    async def _score(
+        self, url: str, collector: Collector, version: PolicyVersion, completions: int, stager: str | None = None
+    ) -> None:
+        """Have one server load a version and work. Raises ServerLostError."""
+        client = GenerationClient(
+            url,
+            token=self._run.token(),
+            stager=stager,
+            adapters=self._config.training.lora.rank is not None,
+            update_timeout_s=self._config.rollout.request_timeout_s,
+        )
+        try:
+            await client.identify()
+            await _load(client, version)
+            await collector.work(client, completions)
+        except ServerLostError:
+            raise
+        except GenerationError as error:
+            raise ProcessError(f"{url} can't score version {version.version}: {error}") from error
+        finally:
+            await client.close()
+
+
+class OwnServers(_RunServers):
     """Servers that a launcher runs for an evaluation alone, and starts again when they end."""
 
     def __init__(self, run: RunDir, config: RunConfig, *, role: str, count: int, completions: int) -> None:
         """`role` names their ready files. Each gets about `completions` at once."""
-        self._run = run
-        self._config = config
-        self._role = role
-        self._count = count
-        self._completions = completions
-
-    async def open(self) -> None:
-        """Nothing is left: a server loads what it is told to."""
+        super().__init__(run, config)
+        self._role, self._count, self._completions = role, count, completions
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         with heartbeat.waiting(self._role, f"version {version.version}: scoring"):
             await asyncio.gather(*(self._work_on(index, collector, version) for index in range(self._count)))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
-        complaint = ""
         while not collector.over:
             info = self._run.ready_info(self._role, index)
             if info is not None:
                 try:
-                    await _score(info["url"], self._run, self._config, collector, version, self._completions)
+                    await self._score(info["url"], collector, version, self._completions)
                     return
                 except ServerLostError as error:
-                    if str(error) != complaint:
-                        complaint = str(error)
-                        logger.warning("%s", complaint)
-            await asyncio.sleep(_AGAIN_S if complaint else _AGAIN_S / 10)
+                    logger.warning("%s", error)
+            await asyncio.sleep(_AGAIN_S)
 
 
-class BorrowedServer:
+class BorrowedServer(_RunServers):
     """One of the run's servers at a time: what it generates for the run meanwhile, others do. There is always another
     one at work when it leaves."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._config = run, config
+        super().__init__(run, config)
         self._controller = ControllerClient(run)
         self._file = run.ready_file(_BORROWED)  # a new launcher, whose servers are new, forgets it
 
-    async def open(self) -> None:
-        if self._file.exists():
-            await self._give_back(json.loads(self._file.read_text()))
-
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
+        if self._file.exists():  # an evaluator that was killed has left it
+            await self._give_back(json.loads(self._file.read_text()))
         while not collector.over:
             with heartbeat.waiting("controller-0", f"version {version.version}: no server to borrow"):
                 server = await self._borrow()
             try:
                 with heartbeat.waiting(server["name"], f"version {version.version}: scoring"):
-                    url, stager, completions = server["url"], server["stager"], 2 * self._config.generation.slots
-                    await _score(url, self._run, self._config, collector, version, completions, stager)
+                    completions = 2 * self._config.generation.slots
+                    await self._score(server["url"], collector, version, completions, server["stager"])
             except ServerLostError as error:
                 logger.warning("%s, which was borrowed: %s", server["name"], error)
                 await asyncio.sleep(_AGAIN_S)
@@ -190,35 +204,6 @@ class BorrowedServer:
 
 
 Servers = OwnEngine | OwnServers | BorrowedServer
-
-
-async def _score(
-    url: str,
-    run: RunDir,
-    config: RunConfig,
-    collector: Collector,
-    version: PolicyVersion,
-    completions: int,
-    stager: str | None = None,
-) -> None:
-    """Have one server load a version and work. Raises ServerLostError."""
-    client = GenerationClient(
-        url,
-        token=run.token(),
-        stager=stager,
-        adapters=config.training.lora.rank is not None,
-        update_timeout_s=config.rollout.request_timeout_s,
-    )
-    try:
-        await client.identify()
-        await _load(client, version)
-        await collector.work(client, completions)
-    except ServerLostError:
-        raise
-    except GenerationError as error:
-        raise ProcessError(f"{url} can't score version {version.version}: {error}") from error
-    finally:
-        await client.close()
 
 
 async def _load(client: GenerationClient, version: PolicyVersion) -> None:

@@ -49,14 +49,11 @@ def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
     """The chance [P] that k of a prompt's n completions, drawn without replacement, hold a correct one.
 
     1 - C(n - c, k) / C(n, k), unbiased for k fresh completions (Chen et al., 2021, arXiv 2107.03374, Eq. 1); in whole
-    numbers, so that nothing cancels and equal chances are equal. `correct` [P] holds c, `completions` [P] n. Raises
-    ValueError if k is less than 1 or more than an n, or if a c is not from 0 to n.
+    numbers, so that nothing cancels and equal chances are equal. `correct` [P] holds c, `completions` [P] n. k is
+    at most the least n.
     """
     values: list[float] = []
-    for prompt, (c, n) in enumerate(zip(correct.tolist(), completions.tolist(), strict=True)):
-        _check_k(k, n, f"prompt {prompt}")
-        if not 0 <= c <= n:
-            raise ValueError(f"correct must be from 0 to the {n} completions of prompt {prompt}, got {c}")
+    for c, n in zip(correct.tolist(), completions.tolist(), strict=True):
         ways = math.comb(n, k)
         values.append((ways - math.comb(n - c, k)) / ways)
     return np.array(values)
@@ -68,9 +65,8 @@ def majority_at_k(answers: Sequence[str | None], right: Collection[str], k: int)
     Over all draws of k without replacement, exactly, for n up to 1,000; for k = n it is the one vote of all
     (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `right` are those
     that are correct. A tie counts by the share of its answers that are right. A completion without an answer (None) is
-    drawn but doesn't vote; where nobody votes, nothing is right. Raises ValueError if k is less than 1 or more than n.
+    drawn but doesn't vote; where nobody votes, nothing is right. k is from 1 to n.
     """
-    _check_k(k, len(answers), "the prompt")
     votes = Counter(answer for answer in answers if answer is not None)
     silent = len(answers) - votes.total()
     won = 0.0
@@ -203,11 +199,6 @@ def _standard_error(values: Float64Array) -> float:
 
 def _logistic(x: float) -> float:
     return 0.5 * (1.0 + math.tanh(x / 2))  # unlike 1 / (1 + exp(-x)), never overflows
-
-
-def _check_k(k: int, completions: int, whose: str) -> None:
-    if not 1 <= k <= completions:
-        raise ValueError(f"k must be from 1 to the {completions} completions of {whose}, got {k}")
 
 
 def _check_values(values: Float64Array) -> None:

@@ -152,7 +152,8 @@ class _Policy:
         else:
             self._requests += 1
             request, start = self._requests, 0
-            self._new.append(SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit))
+            numbers = tuple(map(int, token_ids))  # not numpy's
+            self._new.append(SampleRequest(token_ids=numbers, n=int(n), max_tokens=int(limit)))
             self._called.set()
         return [await self._completion(request, index) for index in range(start, start + n)]
 

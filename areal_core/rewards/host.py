@@ -1,10 +1,9 @@
 """`python -m areal_core.rewards.host`: reward workers of a run on another machine than its controller's.
 
-    controller --POST /rewards/{place}, which brings an answer and waits for work--> a thread --pipe--> its worker
+    controller --WebSocket /rewards/{place}: work, and back the outcomes--> a thread --pipe--> its worker
 
-Nothing here listens, and nothing is kept: what was suspended in a worker that is gone begins again in another one. A
-worker that has lost its process, or that the controller has given up, begins a new incarnation. SIGTERM ends all of
-them: the controller is told.
+Nothing here listens, and nothing is kept. A worker begins anew with its connection: what was suspended in it begins
+again in another one.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ import argparse
 import functools
 import logging
 import queue
-import secrets
-import signal
 import threading
 import time
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 
-from areal_core.api.controller_client import WORK_S, ControllerClient
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from areal_core.api.access import authorization
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError
+from areal_core.errors import ArealError, ConfigError, GenerationError, ProcessError, RewardError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.remote import Work, decode_work, encode_outcome
+from areal_core.rewards.remote import SILENT_S, decode_work, encode_outcome
 from areal_core.rewards.worker import WorkerProcess, advance
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
-_SILENT_S = 3 * WORK_S  # of a controller, after which it is asked again
-_LAST_WORDS_S = 2.0
+_PATIENCE_S, _RETRY_S = 60.0, 0.2  # with a controller that can't be reached; and between two attempts
 
 
 class Host:
@@ -45,7 +44,6 @@ class Host:
         self._limit_s = config.rollout.reward_timeout_s
         self._function = functools.partial(advance, config, model_path)
         open_environment(config, Tokenizer.from_folder(model_path))
-        self._name = secrets.token_hex(8)  # what incarnations here begin with
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
             threading.Thread(target=self._work, args=(place,), name=f"reward-{place}", daemon=True)
@@ -53,7 +51,7 @@ class Host:
         ]
 
     def serve(self, ready_file: Path) -> None:
-        """Work until an error ends it, which is raised, or `stop`."""
+        """Work until an error ends it, which is raised."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -62,57 +60,67 @@ class Host:
         while True:
             self._next_one()
 
-    def stop(self) -> None:
-        """Have the workers leave, and `serve` raise SystemExit. For handlers of signals."""
-        self._happened.put(SystemExit(128 + signal.SIGTERM))
-
-    def leave(self) -> None:
-        """Tell the controller that all of them end."""
-        with closing(ControllerClient(self._run, patience_s=0.0, timeout_s=_LAST_WORDS_S)) as controller:
-            try:
-                controller.rewards_leave(self._name)
-            except ArealError as error:  # it finds out by itself
-                logger.debug("the controller does not hear that its reward workers here end: %s", error)
-
     def _next_one(self) -> None:
         if (failure := self._happened.get()) is not None:
             raise failure
 
     def _work(self, place: int) -> None:
         try:
-            with closing(ControllerClient(self._run, timeout_s=_SILENT_S)) as controller:
-                self._incarnate(controller, place, first=True)
-                while True:
-                    self._incarnate(controller, place)
+            while True:
+                self._connected(place)
         except Exception as error:  # noqa: BLE001 - raised in the main thread
             self._happened.put(error)
 
-    def _incarnate(self, controller: ControllerClient, place: int, *, first: bool = False) -> None:
-        """One incarnation of a worker, to its end."""
+    def _connected(self, place: int) -> None:
+        """One worker, until it has lost its process or its connection."""
         worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place))
         try:
             worker.start()
-            if first:
-                self._happened.put(None)
-            incarnation, answered, answer = f"{self._name}-{secrets.token_hex(8)}", 0, b""
-            while (work := decode_work(controller.reward_work(place, incarnation, answered, answer))) is not None:
-                since = time.monotonic()
-                answered, answer = work.number, self._answer(worker, work)
-                if time.monotonic() - since > WORK_S:
-                    controller.close()  # on its way a connection that was idle may have been forgotten
+            self._happened.put(None)
+            with suppress(ConnectionClosed), self._connect(place) as socket:
+                for message in socket:
+                    assert isinstance(message, bytes)
+                    answer, lost = self._answer(worker, message)
+                    socket.send(answer)
+                    if lost:
+                        return
         finally:
             worker.kill()
 
-    def _answer(self, worker: WorkerProcess, work: Work) -> bytes:
-        """Raises what says nothing of the group: this machine can't do the work."""
+    def _connect(self, place: int) -> ClientConnection:
+        """A connection to the controller, which may be started again at another address."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                if (url := self._run.controller_url()) is None:
+                    raise ConnectionError("it is not ready")
+                return connect(
+                    f"ws{url.removeprefix('http')}/rewards/{place}",
+                    additional_headers=authorization(self._run.token()),
+                    compression=None,
+                    max_size=None,
+                    proxy=None,
+                    ping_interval=SILENT_S / 2,
+                    ping_timeout=SILENT_S,
+                )
+            except (OSError, WebSocketException) as error:
+                if time.monotonic() > deadline:  # a place is free again once its last connection is missed
+                    why = (error.response.body or b"").decode() if isinstance(error, InvalidStatus) else str(error)
+                    raise ProcessError(f"controller: reward worker {place} can't connect: {why}") from error
+            time.sleep(_RETRY_S)
+
+    def _answer(self, worker: WorkerProcess, message: bytes) -> tuple[bytes, bool]:
+        """The answer to a message, and whether it has cost the worker its process. Raises what says nothing of the
+        group: this machine can't do the work."""
+        work = decode_work(message)
         worker.forgotten += work.forgotten
         try:
             outcome = worker.ask(work.arrived, self._limit_s)
         except RewardError as error:
-            return encode_outcome(error, lost=True)
+            return encode_outcome(error), True
         if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):
             raise outcome
-        return encode_outcome(outcome)
+        return encode_outcome(outcome), False
 
 
 def main() -> None:
@@ -126,12 +134,7 @@ def main() -> None:
     logs.start("rewards")
     process.adopt(ready_file)
     try:
-        host = Host(run, options.first, options.workers)
-        signal.signal(signal.SIGTERM, lambda *_: host.stop())
-        try:
-            host.serve(ready_file)
-        finally:
-            host.leave()
+        Host(run, options.first, options.workers).serve(ready_file)
     except ArealError as error:
         logger.error("%s", error)
         raise SystemExit(process.SPENT if isinstance(error, ConfigError) else 1) from None

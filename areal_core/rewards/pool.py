@@ -4,8 +4,7 @@
 
 A worker that hangs or dies costs the group that it is working on (RewardError); one of this machine is replaced. Groups
 that are suspended in it begin again elsewhere with the completions that they have (SessionLostError). A worker of
-another machine asks for its work, in requests that end up in `exchange`: it has come once it asks, and is gone once it
-is silent.
+another machine connects to `serve`, and is there for as long as its connection.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
-from areal_core.rewards.remote import BEGIN_ANEW, RemoteWorker
+from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
 from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.types import Prompt
 
@@ -52,8 +53,6 @@ class RewardPool:
         self._timeline = timeline
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward")
         self._here = workers
-        self._remote: dict[int, RemoteWorker] = {}  # by place
-        self._watches: dict[int, asyncio.Task[None]] = {}  # by place
         self._workers: set[_Worker] = {self._started(place) for place in range(workers)}
         self._idle = dict.fromkeys(self._workers)  # the one that has been idle for longest first
         self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
@@ -84,36 +83,24 @@ class RewardPool:
             raise result
         return result, worker
 
-    async def exchange(
-        self, place: int, incarnation: str, answered: int, answer: bytes, timeout_s: float, is_gone: Callable[[], bool]
-    ) -> bytes | None:
-        """A request of the worker with this `place`, whose name for its `incarnation` nobody else has: it has
-        `answered` so many messages, the last of them with `answer`. Returns the next one; None where none comes within
-        `timeout_s`; BEGIN_ANEW to a worker that has been given up, or that another controller knew. `is_gone`: whether
-        nobody waits for the response any more. Raises ValueError for a place that is not the worker's."""
+    async def serve(self, place: int, request: web.Request) -> web.WebSocketResponse:
+        """Have the worker of another machine with this `place` work until its connection, `request`, ends. Raises
+        ValueError for a place that is not the worker's."""
         if place < self._here:
             raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
-        worker = self._remote.get(place)
-        if worker is None or worker.incarnation != incarnation:
-            if answered or self._closed:
-                return BEGIN_ANEW
-            if worker is not None:
-                if worker.asks:
-                    raise ValueError(f"place: {place} is another reward worker's (--first)")
-                self._lose(worker)
-            worker = self._remote[place] = RemoteWorker(place, incarnation)
-            self._workers.add(worker)
-            self._watches[place] = asyncio.ensure_future(self._watch(worker))
+        if place in {worker.place for worker in self._workers}:
+            raise ValueError(f"place: {place} is another reward worker's (--first)")
+        socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES)
+        worker = RemoteWorker(place, socket)
+        self._workers.add(worker)
+        try:
+            await socket.prepare(request)
             self._put_back(worker)
             logger.info("reward worker %d is there", place)
-        return await worker.exchange(answered, answer, timeout_s, is_gone)
-
-    def leave(self, host: str) -> None:
-        """Workers whose incarnations begin so end by themselves."""
-        for worker in list(self._remote.values()):
-            if worker.incarnation.startswith(host):
-                worker.kill(left=True)
-                self._lose(worker)
+            await worker.follow()
+        finally:
+            self._lose(worker)
+        return socket
 
     def pids(self) -> list[int]:
         """Of the processes here."""
@@ -168,18 +155,13 @@ class RewardPool:
             if wanted is worker and not turn.done():
                 turn.set_exception(_lost())
         self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
+        if self._closed:
+            return
         if isinstance(worker, RemoteWorker):
-            del self._remote[worker.place]
-            self._watches.pop(worker.place).cancel()
-            if not self._closed:
-                logger.warning("reward worker %d is gone", worker.place)
-        elif not self._closed:
+            logger.warning("reward worker %d is gone", worker.place)
+        else:
             self._workers.add(fresh := self._started(worker.place))
             self._put_back(fresh)
-
-    async def _watch(self, worker: RemoteWorker) -> None:
-        await worker.silence()
-        self._lose(worker)
 
     def _started(self, place: int) -> WorkerProcess:
         return WorkerProcess(self._function, place, None if self._timeline is None else self._timeline(place))

@@ -34,7 +34,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Apart, Verdict
+from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
@@ -44,7 +44,6 @@ from areal_core.types import Outcome, Prompt
 _START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
 _OPEN_S = 120.0  # for the verifier of a process to be imported
 _LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
-_STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +116,8 @@ class WorkerProcess:
             self._pipe.send((forgotten, limit_s, message))
             result = self._receive(deadline)
         except BlockingIOError:
-            self._tell_stack()
-            raise RewardTimeoutError(
-                f"the reward worker did not respond in {whole_s:g} s (rollout.reward_timeout_s); the log of the "
-                "controller or the evaluator has its stack"
-            ) from None
+            said = f"the reward worker did not respond in {whole_s:g} s (rollout.reward_timeout_s)"
+            raise RewardTimeoutError(said) from None
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
         if isinstance(result, RewardTimeoutError):
@@ -134,12 +130,6 @@ class WorkerProcess:
         self.process.kill()
         self.process.wait()
         self._socket.close()
-
-    def _tell_stack(self) -> None:
-        """Have the process write its stack to its log, which it does within native code too, and give it time."""
-        self.process.send_signal(_STACK)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STACK_S)
 
     def _receive(self, deadline: float) -> Any:
         self._limit(deadline)
@@ -164,7 +154,6 @@ def serve(fd: int, place: int) -> None:
     logs.start("reward", place)
     die_with_parent()
     faulthandler.enable()
-    faulthandler.register(_STACK)
     pipe = Connection(fd)
     function: Callable[[Any], Any] = pipe.recv()
     pipe.send((None, time.process_time()))
@@ -271,15 +260,19 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     hangs, VerifierError for one that ends its process, ConfigError for one that can't be imported, what the verifier
     raises, and RewardError where no worker starts, which says nothing about the verifier."""
     worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
-    name = config.environment.judged_by
+    name, started = config.environment.judged_by, False
     try:
-        found = _open(worker, name, prompt, text)
+        worker.start()
+        started = True
+        found = worker.ask(None, _OPEN_S)  # the import of its verifier is no time for the verdict
         if found is None:
             found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
     except RewardTimeoutError as error:
         said = str(error)  # in native code it could not say more
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
-    except RewardWorkerError:
+    except RewardWorkerError as error:
+        if not started:
+            raise RewardError(f"no process for a verdict: {error}") from error
         worker.kill()
         how = f"it ended its process, with status {worker.process.returncode}"
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
@@ -288,19 +281,6 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     if isinstance(found, ArealError):
         raise found
     return found
-
-
-def _open(worker: WorkerProcess, name: str, prompt: Prompt, text: str) -> ArealError | None:
-    """Start a worker and have it import its verifier. Neither counts as time for the verdict."""
-    try:
-        worker.start()
-    except RewardWorkerError as error:
-        raise RewardError(f"no process for a verdict: {error}") from error
-    try:
-        return worker.ask(None, _OPEN_S)
-    except RewardTimeoutError:
-        how = f"it was not imported within {_OPEN_S:g} s"
-        raise RewardTimeoutError(verdicts.told(name, how, prompt, text)) from None
 
 
 def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
@@ -333,5 +313,5 @@ def _failed(failure: str) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
-    verify = Apart(functools.partial(judged_apart, config)) if apart else None
+    verify = functools.partial(judged_apart, config) if apart else None
     return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)

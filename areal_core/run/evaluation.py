@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -29,9 +28,7 @@ from areal_core.evaluation.scores import (
     Record,
     RecordFile,
     Scores,
-    agreement,
     compared,
-    rates,
     read_records,
     scored,
     write_page,
@@ -60,7 +57,6 @@ class Result:
     scores: Scores
     records: tuple[Record, ...]
     above: Mapping[str, Difference]  # what it scores above an earlier evaluation; empty where it is compared with none
-    agreement: float | None  # share of greedy verdicts that are those of that evaluation
     about: Mapping[str, Any]  # what was evaluated, and how
     records_file: Path
     page: Path
@@ -135,8 +131,6 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
     found, page = tuple(records.records), records.path.with_suffix(".html")
     scores = scored(found)
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
-    lines = [json.dumps({"prompt_id": prompt_id, "rate": rate}) + "\n" for prompt_id, rate in rates(found).items()]
-    records.path.with_suffix(".rates.jsonl").write_text("".join(lines))
     write_page(page, f"{run.root.name}: {benchmark.name}", found, scores)
     others = None
     if reference is not None:
@@ -146,7 +140,6 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
         scores=scores,
         records=found,
         above={} if others is None else compared(found, others),
-        agreement=None if others is None else agreement(found, others),
         about=benchmark.about,
         records_file=records.path,
         page=page,

@@ -38,7 +38,7 @@ _MAY_CHANGE = (
     r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch|provision)\..*|state_dir"
     r"|storage\.(patience|lease)_s|environment\.max_no_result"
 )
-_FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
+_FILES = r"model\.path|task\.(path|held_out_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
 
 

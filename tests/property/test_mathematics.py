@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from areal_core.environments.mathematics import compared
 from areal_core.environments.registry import mathematics
 from areal_core.types import Outcome, Prompt
 
@@ -38,4 +39,5 @@ def test_any_completion_has_a_verdict(boxed: bool) -> None:
         for _ in range(rng.randrange(1, 9)):
             said.insert(rng.randrange(len(said) + 1), rng.choice(PARTS if boxed or rng.random() < 0.5 else MARKS))
         text = "".join(said)
+        assert compared(text, text) is True
         assert judged(gold, rf"\boxed{{{text}}}" if boxed else text) is not Outcome.FAILED

@@ -7,12 +7,13 @@ import functools
 from collections.abc import Sequence
 
 from areal_core.api.scored_groups import ScoredGroup, read_group
-from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_environment
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout
-from areal_core.types import GroupPayload, PackedGroup, Prompt
+from areal_core.types import Completion, GenerationRequest, GroupPayload, PackedGroup, Prompt
+from tests.support.policies import END
 
 _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 
@@ -32,6 +33,14 @@ def score_group(
 def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
     """The `n` completions of a body that holds all of them, finished."""
     return tuple(SampledCompletion(segments=((body, index),)) for index in range(n))
+
+
+def served(*completions: Completion) -> tuple[SampledCompletion, ...]:
+    """As a server would return them."""
+    request = GenerationRequest(
+        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
+    )
+    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
 
 
 def unpack_group(data: bytes, group: PackedGroup) -> GroupPayload:

@@ -39,8 +39,6 @@ training.engine=emulated training.lora.rank=8 generation.engine=emulated
     training.lora.rank: must be null where accelerators are emulated, got 8
 task.name=rows task.path=p model.path=m
     task.held_out_path: task.name=rows needs a file of prompts to evaluate with
-task.min_success=0.05 model.path=m
-    task.success_field: must name rates for task.min_success and task.max_success to
 generation.sleep=true
     generation.sleep: must be false with mode=async
 generation.engine=vllm generation.servers=3 generation.vllm.tensor_parallel=2 launch.accelerator=cuda launch.devices=6
@@ -53,6 +51,12 @@ algorithm.behaviour_mask_low=5.0 algorithm.behaviour_mask_high=0.5
     algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5
 algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
+algorithm.objective=standard algorithm.behaviour_mask_low=0.5
+    algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox
+algorithm.objective=cispo algorithm.behaviour_cap=2.0
+    algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav
+environment.verifier=code
+    rollout.reward_timeout_s: must be at least 1280 with environment.verifier=code, which may
 algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
 algorithm.group_size=1

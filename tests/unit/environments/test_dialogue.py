@@ -31,7 +31,6 @@ OPENED = "<|im_start|>assistant\n"
     ("settings", "fed"),
     [
         ({}, f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}{OPENED}"),
-        ({"generation_prompt": False}, f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}"),
         ({"system": "Think."}, f"<|im_start|>system\nThink.<|im_end|>\n{ASKED}{OPENED}"),
         ({"system": "", "thinking": True}, f"<|im_start|>system\n<|im_end|>\n{ASKED}{OPENED}"),
         ({"system": "", "thinking": False}, f"<|im_start|>system\n<|im_end|>\n{ASKED}{OPENED}<think>\n\n</think>\n\n"),

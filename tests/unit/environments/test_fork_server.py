@@ -47,13 +47,6 @@ def judged(server: ForkServer, answer: str) -> Reply:
     return server.ask(next(_tasks), answer)
 
 
-def test_answers_are_judged(server: ForkServer) -> None:
-    assert judged(server, "1 + 1") == Reply("done", 2)
-    assert judged(server, "os.environ.get('HOME')") == Reply("done", None)
-    for answer in ("1 / 0", "__import__('sys').exit()", "object()"):  # the last is no JSON
-        assert judged(server, answer) == Reply("raised")
-
-
 def test_files_network_and_processes_are_out_of_reach(server: ForkServer, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret")

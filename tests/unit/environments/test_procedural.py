@@ -205,8 +205,6 @@ def test_no_other_scorer_evaluates_answers():
     assert found == {*EVALUATING, "number_sorting"}  # the last evaluates the gold answer alone
 
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: it needs a C compiler")
-
 CHEAP = (  # those that evaluated answers, and some that read them in other ways
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion", "acre", "fraction_simplification", "graph_color",

@@ -2,17 +2,15 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 
 import pytest
 
-from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.groups import EnvironmentConfig, TaskConfig
 from areal_core.config.schema import RunConfig
-from areal_core.environments.row_source import LeftOut, Reason, RowSource, SuccessRates, overlapping
+from areal_core.environments.row_source import Reason, RowSource, overlapping
 from areal_core.errors import ConfigError
-from areal_core.models.tokenizer import Tokenizer, char_tokenizer
-from tests.support.chat import chat_folder
+from areal_core.models.tokenizer import char_tokenizer
 from tests.support.words import word_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "data"
@@ -51,13 +49,6 @@ def asked(source):
     return sorted(source.prompt(index).text for index in range(source.report.training.prompts))
 
 
-def test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
-    by_seed = [opened(tokenizer, seed=seed) for seed in (1, 2)]
-    epochs = [[source.prompt(6 * epoch + i).answer for i in range(6)] for source in by_seed for epoch in range(2)]
-    assert all(sorted(epoch) == sorted(["11", "50", "4,500", "41", "-7", "2.5"]) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == 4
-
-
 def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
     assert [prompt.answer for prompt in opened(tokenizer).held_out()] == ["36", "5"]
     assert [prompt.answer for prompt in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
@@ -65,7 +56,7 @@ def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
 
 def test_a_benchmark_stays_whole_and_can_be_alone(tokenizer, tmp_path):
     held_out = write(tmp_path / "test", row("a b"), row("a b"))
-    source = opened(tokenizer, None, held_out, min_prompt_tokens=3)
+    source = opened(tokenizer, None, held_out)
     assert len(source.held_out()) == 2
     assert source.report.training is None
 
@@ -81,18 +72,6 @@ def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
     assert worded.report.training.prompts == 3  # the words of a template are no overlap
 
 
-def test_prompts_of_benchmarks_are_not_trained_on(tokenizer, tmp_path):
-    paths = files(tmp_path, *(row(f"q {i}", i) for i in range(6)))
-    one = write(tmp_path / "one.jsonl", {"problem": "Q 1"}, {"prompt": [{"role": "user", "content": "q 2"}]})
-    two = write(tmp_path / "two.jsonl", {"question": "q 3"})
-    source = opened(tokenizer, *paths, benchmark_paths=f"{one}, {two}")
-    assert asked(source) == ["q 0", "q 4", "q 5"]
-    write(two, {"question": "q 3"}, {"text": "q 4"})
-    said = rf"^task\.benchmark_paths: {two}, line 2: must hold what it asks in one of the fields question, problem, pro"
-    with pytest.raises(ConfigError, match=said):
-        opened(tokenizer, *paths, benchmark_paths=f"{one},{two}")
-
-
 NO_ANSWER = {"question": "a b"}
 TEMPLATES = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_template": "{{ question }}"}
 
@@ -106,9 +85,9 @@ TEMPLATES = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_t
         ([row("who?", about=name) for name in "aba"], TEMPLATES, ["who? a", "who? b"], {Reason.DUPLICATE: 1}),
         (
             [row(" ".join("abcdef"[:words])) for words in range(1, 7)],
-            {"min_prompt_tokens": 2, "max_prompt_tokens": 5},
-            ["a b", "a b c", "a b c d", "a b c d e"],
-            {Reason.TOO_SHORT: 1, Reason.TOO_LONG: 1},
+            {"max_prompt_tokens": 5},
+            ["a", "a b", "a b c", "a b c d", "a b c d e"],
+            {Reason.TOO_LONG: 1},
         ),
         (["{\n", row("a b"), row("a b"), OTHER, {"question": "c"}], {}, ["a b"],
          {Reason.UNREADABLE: 1, Reason.DUPLICATE: 1, Reason.NO_ANSWER: 1, Reason.OVERLAPPING: 1}),
@@ -121,36 +100,6 @@ def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, row
     assert (report.path, report.rows, report.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
 
 
-def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_path):
-    paths = files(tmp_path, *(row(f"q {rate}", rate=rate) for rate in (0, 0.05, 0.95, 1)), row("q -"))
-    ids = {prompt.text: prompt.prompt_id for prompt in map(opened(tokenizer, *paths).prompt, range(5))}
-    rates = write(
-        tmp_path / "rates.jsonl",
-        {"prompt_id": ids["q 0"], "rate": 0},
-        *({"prompt_id": ids[f"q {rate}"], "rate": rate} for rate in (0.05, 0.95)),
-        {"prompt": "Q 1", "rate": 1},
-    )
-    for settings in ({"success_field": "rate"}, {"success_path": str(rates)}):
-        source = opened(tokenizer, *paths, min_success=0.05, max_success=0.95, **settings)
-        assert asked(source) == ["q 0.05", "q 0.95"]
-        assert source.report.training.left_out == {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("{\n", "not JSON"),
-        (row("a b c d"), "a prompt of 4 tokens, more than "),
-        (row("c", "\ud800"), "a text without "),
-    ],
-)
-def test_a_bad_line_is_refused_on_request_with_its_file(tokenizer, tmp_path, bad, message):
-    file, held_out = files(tmp_path, row("a b"), "\n", bad)
-    with pytest.raises(ConfigError) as caught:
-        opened(tokenizer, file, write(held_out, row("x")), max_prompt_tokens=3, bad_rows="refuse")
-    assert str(caught.value).startswith(f"task.path: {file}, line 3: {message}")
-
-
 def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
     held_out = write(tmp_path / "test", row("1+1=", 2), row("What?"))
     report = opened(char_tokenizer(), None, held_out).report.held_out
@@ -160,13 +109,15 @@ def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
 
 def test_bad_lines_are_skipped_and_the_first_are_named_in_a_warning(tokenizer, tmp_path, caplog):
     bad = [f"[{i}]\n" for i in range(4)]
-    file, held_out = files(tmp_path, row("a b"), *bad, row("c", "\\pi"), row("a b"))
+    file, held_out = files(tmp_path, row("a b"), *bad, row("c", "\\pi"), row("a b"), row("d", "\ud800"))
     with caplog.at_level(logging.INFO):
         source = opened(tokenizer, file, held_out)
     assert sorted(source.prompt(index).answer for index in range(2)) == ["1", "\\pi"]
     lines = "; ".join(f"line {number}: must be a JSON object" for number in (2, 3, 4))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert caplog.messages[1].endswith(f"2 prompts; left out: 4 unreadable, 1 duplicate; {lines}; ...")
+    assert caplog.messages[1].endswith(
+        f"2 prompts; left out: 4 unreadable, 1 duplicate, 1 without answer; {lines}; ..."
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,22 +134,6 @@ def test_files_without_a_prompt_are_refused(tokenizer, tmp_path, rows, held_out,
         write(tmp_path / "train", *rows)
     with pytest.raises(ConfigError, match=f"^{said}"):
         opened(tokenizer, tmp_path / "train", write(tmp_path / "test", *held_out))
-
-
-def test_messages_of_a_chat_are_fed_as_such_or_as_their_text(tmp_path):
-    chatting = Tokenizer.from_folder(chat_folder(tmp_path / "model"))
-    fields = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth"}
-    settings = {"path": None, "held_out": SAMPLES / "published" / "dapo.jsonl", "max_prompt_tokens": 400, **fields}
-    [plain] = opened(chatting, **settings).held_out()
-    assert (plain.text, plain.answer) == ("End on the answer.\n\nWhat is $17 \\cdot 3$?", "51")
-    assert chatting.decode(plain.token_ids, special=True) == plain.text
-    chat = ChatConfig(enabled=True, system="Not this.")
-    [chatted] = opened(chatting, **settings, chat=chat).held_out()
-    assert (chatted.text, chatted.prompt_id) == (plain.text, plain.prompt_id)
-    assert chatting.decode(chatted.token_ids, special=True) == (
-        "<|im_start|>system\nEnd on the answer.<|im_end|>\n<|im_start|>user\nWhat is $17 \\cdot 3$?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
@@ -224,37 +159,3 @@ def test_a_run_that_more_than_ten_texts_have_says_nothing():
     assert overlapping(questions, [f"{wording} 99?"]) == [False] * 11
     assert overlapping(questions[:10], [f"{wording} 99?"]) == [True] * 10
     assert overlapping(questions, [questions[3]]) == [number == 3 for number in range(11)]
-
-
-def reason(rates, row, *names):
-    try:
-        rates.check(row, names)
-    except LeftOut as found:
-        return found.reason, str(found)
-    return None
-
-
-@pytest.mark.parametrize("rate", [None, True, "0.5", -0.1, 1.1, 50, float("nan"), [0.5]])
-def test_a_rate_is_a_number_from_0_to_1(rate):
-    rates = SuccessRates(TaskConfig(success_field="rate"))
-    assert reason(rates, {"rate": rate}) == (Reason.NO_RATE, "task.success_field=rate must be a number from 0 to 1")
-
-
-def test_a_file_of_rates_names_prompts_by_id_or_by_text(tmp_path):
-    rows = [{"prompt_id": "a1", "rate": 0.5}, {"prompt": "What is\nX?", "rate": 0, "tries": 8}]
-    spellings = [{"prompt": "f(x)", "rate": 0}, {"prompt": "f(X)", "rate": 1}]
-    file = str(write(tmp_path / "rates.jsonl", *rows, *spellings))
-    rates = SuccessRates(TaskConfig(success_path=file, min_success=0.4, max_success=0.6))
-    assert reason(rates, {}, "a1", "anything") is None
-    assert reason(rates, {}, "a2", "what is x?") == (Reason.TOO_HARD, "")
-    said = f"task.success_path: {file} has no rate of this prompt"
-    assert reason(rates, {}, "a2", "What is y?") == (Reason.NO_RATE, said)
-    assert [reason(rates, {}, name)[0] for name in ("f(x)", "f(X)")] == [Reason.TOO_HARD, Reason.TOO_EASY]
-
-
-@pytest.mark.parametrize("line", ['{"rate": 0.5}', '{"prompt_id": 7, "rate": 0.5}', '{"prompt_id": "a", "rate": 5}'])
-def test_a_bad_file_of_rates_is_named(tmp_path, line):
-    file = str(write(tmp_path / "rates.jsonl", {"prompt_id": "a1", "rate": 0.5}, line + "\n"))
-    said = f"task.success_path: {file}, line 2: must hold prompt_id or prompt, text, and rate, a number from 0 to 1"
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
-        SuccessRates(TaskConfig(success_path=file))

@@ -5,7 +5,6 @@ import json
 import math
 from decimal import Decimal
 
-import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -22,20 +21,18 @@ def read(path):
 
 
 def write(folder, kind):
-    """ROWS as a file, or a folder, of this kind."""
+    """ROWS as a file of this kind."""
     file = folder / f"rows.{kind}"
     if kind == "jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     elif kind == "json":
         file.write_text(json.dumps(ROWS))
-    elif kind == "parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=1)
     else:
-        datasets.Dataset.from_list(ROWS).save_to_disk(file)
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=1)
     return file
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_every_format_gives_the_same_rows(tmp_path, kind):
     unit = "line" if kind == "jsonl" else "row"
     assert read(write(tmp_path, kind)) == [Row(f"{unit} {number}", row) for number, row in enumerate(ROWS, 1)]
@@ -98,50 +95,6 @@ def test_a_file_that_is_absent_or_broken_is_named(tmp_path):
     assert refused(read, file).startswith(f"task.path: can't read {file}: Parquet magic bytes not found")
     file.write_bytes(whole[:4] + b"\xff" * 56 + whole[60:])  # in the first rows
     assert refused(read, file).startswith(f"task.path: can't read {file}: ")
-    (tmp_path / "folder").mkdir()
-    assert "is neither a `Dataset` directory nor" in refused(read, tmp_path / "folder")
-    folder = write(tmp_path, "saved")
-    next(folder.glob("*.arrow")).write_bytes(b"nothing")
-    assert refused(read, folder).startswith(f"task.path: can't read {folder}: ")
-
-
-def test_a_data_set_of_several_splits_needs_a_name(tmp_path):
-    one = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
-    both = f"{tmp_path}/both"
-    assert refused(read, both) == f"task.path: {both} holds several splits; name one of them: {both}/train, {both}/test"
-    assert [row.fields for row in read(f"{both}/test")] == ROWS
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A cache with the data set owner/tiny, as `datasets.load_dataset` leaves it."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "owner___tiny").mkdir()
-    (tmp_path / "owner___tiny" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    datasets.load_dataset(str(tmp_path / "owner___tiny"), cache_dir=str(tmp_path / "cache"))
-    [arrow] = (tmp_path / "cache").rglob("*.arrow")
-    arrow.rename(arrow.with_name("tiny-train.arrow"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_data_set_of_the_hub_is_read_from_the_cache():
-    for name in ("datasets:owner/tiny:train", "datasets:owner/tiny:default:train"):
-        assert [row.fields for row in read(name)] == ROWS
-    for name, call in (
-        ("datasets:owner/tiny:test", "datasets.load_dataset('owner/tiny')"),
-        ("datasets:owner/tiny:other:train", "datasets.load_dataset('owner/tiny', 'other')"),
-        ("datasets:owner/other:train", "datasets.load_dataset('owner/other')"),
-    ):
-        assert refused(read, name).startswith(
-            f"task.path: {name} is not in the cache of this machine, which {call} fills: "
-        )
-
-
-@pytest.mark.parametrize("name", ["datasets:owner/tiny", "datasets:a/b::train", "datasets:a/b:c:d:e"])
-def test_the_name_of_a_data_set_has_a_split(name):
-    assert refused(read, name).startswith(f"task.path: {name} must be of the form datasets:owner/name:split, or ")
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -170,14 +123,14 @@ def test_a_field_may_lie_in_others():
 @pytest.mark.parametrize(
     ("content", "got"),
     [
-        (None, "null"),
-        (7, "a number"),
-        (" \n", "empty text"),
-        ({"a": 1}, "an object"),
-        ([], "a list"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a list"),
-        ([{"role": "tool", "content": "1"}], "a list"),
-        ([*MESSAGES, {"role": "assistant", "content": "Because."}], "a list"),
+        (None, "None"),
+        (7, "7"),
+        (" \n", "' \\n'"),
+        ({"a": 1}, "{'a': 1}"),
+        ([], "[]"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "[{'role': 'user', 'content': [{'type': 'image'}]}]"),
+        ([{"role": "tool", "content": "1"}], "[{'role': 'tool', 'content': '1'}]"),
+        ([*MESSAGES, {"role": "assistant", "content": "Because."}], f"{MESSAGES!r:.60}"),
     ],
 )
 def test_a_row_without_a_question_is_refused(content, got):
@@ -237,9 +190,9 @@ def test_mathematics_wants_the_conclusion(content, answer):
 @pytest.mark.parametrize(
     ("verifier", "content", "said"),
     [
-        ("mathematics", False, "must be text or a number, got false"),
-        ("mathematics", math.inf, "must be text or a number, got Infinity"),
-        ("mathematics", "", "must be text or a number, got empty text"),
+        ("mathematics", False, "must be text or a number, got False"),
+        ("mathematics", math.inf, "must be text or a number, got inf"),
+        ("mathematics", "", "must be text or a number, got ''"),
         ("mathematics", "so\nnone", "must hold an answer, or end on one"),
         ("mathematics", "(1", "must hold an answer, or end on one"),
         ("code", [], "must hold a test"),

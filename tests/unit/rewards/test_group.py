@@ -7,26 +7,18 @@ import itertools
 import numpy as np
 import pytest
 
-from areal_core.api.wire import Arrival, encode_generation, join_completions
+from areal_core.api.wire import Arrival, join_completions
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext, SingleTurn, Verdict, given, sampled, side_by_side
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
-from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory
-from tests.support.groups import unpack_group, whole_completions
+from areal_core.types import Outcome, Prompt, SampleRequest, Trajectory
+from tests.support.groups import served, unpack_group
 from tests.support.policies import END, TOKENIZER, completion
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
-
-
-def served(*completions):
-    """As a server would return them."""
-    request = GenerationRequest(
-        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
-    )
-    return whole_completions(encode_generation(request, completions), len(completions))
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):
@@ -224,9 +216,9 @@ def unsure(task, text):
     return Verdict.of(Outcome.FAILED if text in ("2", "4") else Outcome.CORRECT)
 
 
-def scored(*texts, **settings):
+def scored(*texts):
     context = EnvContext(
-        environment=EnvironmentConfig(**settings),
+        environment=EnvironmentConfig(),
         task=TaskConfig(),
         algorithm=AlgorithmConfig(),
         tokenizer=TOKENIZER,
@@ -247,8 +239,6 @@ def test_a_completion_without_result_has_no_reward_and_is_not_trained_on():
 
 
 def test_a_group_without_a_result_is_tried_again():
-    with pytest.raises(RewardError, match="the verifier found no result: failed"):
-        scored("1", "2", no_result="try_again")
     with pytest.raises(RewardError, match="the verifier found no result for any completion of the group"):
         scored("2", "4")
 

@@ -14,7 +14,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, RewardWo
 from areal_core.launch.process import SPENT
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.host import Host
-from areal_core.rewards.remote import Work, decode_outcome
+from areal_core.rewards.remote import decode_outcome, encode_work
 from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.storage.rundir import RunDir, RunInfo
 
@@ -42,17 +42,16 @@ class Failing:
 
 def test_errors_of_groups_are_told_and_others_are_this_machines(tmp_path: Path) -> None:
     arrived = Arrived(group=5, prompt=None, completions=[])
-    host, work = Host(run_dir(tmp_path), 1, 1), Work(number=1, forgotten=[4], arrived=arrived, bodies={})
+    host = Host(run_dir(tmp_path), 1, 1)
 
-    def answer(error: ArealError, *, dies: bool = False) -> bytes:
+    def answer(error: ArealError, *, dies: bool = False) -> type:
         worker = Failing(error, dies=dies)
-        told = host._answer(cast(WorkerProcess, worker), work)
-        assert worker.forgotten == [4]
-        return told
+        told, lost = host._answer(cast(WorkerProcess, worker), encode_work([4], arrived))
+        assert (worker.forgotten, lost) == ([4], dies)
+        return type(decode_outcome(told))
 
-    assert type(decode_outcome(answer(GenerationError("no body")))) is GenerationError
-    with pytest.raises(RewardWorkerError, match="died"):
-        decode_outcome(answer(RewardWorkerError("it died"), dies=True))
+    assert answer(GenerationError("no body")) is GenerationError
+    assert answer(RewardWorkerError("it died"), dies=True) is RewardWorkerError
     with pytest.raises(ConfigError, match="no sandbox"):
         answer(ConfigError("no sandbox here any more"))
 
