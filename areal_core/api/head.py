@@ -33,10 +33,13 @@ class AwayError(ArealError):
 class Head:
     """Where the head node is, and what it takes to be served."""
 
-    def __init__(self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S, name: str = "--head"
+    ) -> None:
         """`token` is the run's. `where` is the URL, or gives it for every connection, for a run whose head node may be
-        replaced; then it raises AwayError where there is none yet. Raises ConfigError for what is no URL."""
-        self._where = checked_url(where) if isinstance(where, str) else where
+        replaced; then it raises AwayError where there is none yet. `name` is the field that holds the URL. Raises
+        ConfigError for what is no URL."""
+        self._where = checked_url(where, name) if isinstance(where, str) else where
         self.token = token
         self.timeout_s = timeout_s
 
@@ -166,16 +169,16 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
     return size
 
 
-def checked_url(url: str) -> str:
-    """Raises ConfigError for what is no URL of a data server."""
-    refuse_credentials("--head", url, "the token has an option of its own (--token-file)")
+def checked_url(url: str, name: str = "--head") -> str:
+    """Raises ConfigError that names the field for what is no URL of a data server or a stager."""
+    refuse_credentials(name, url, "the token has an option of its own (--token-file)")
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"--head: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}")
+        raise ConfigError(f"{name}: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}")
     return url.rstrip("/")
 
 

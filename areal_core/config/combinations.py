@@ -142,8 +142,14 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks, remote = config.training.hosts, config.trainer_processes, "trainer" in config.remote_roles
+    head_trains, started_by_hand = config.launch.head_trains, config.provision.kind == "local"
+    wanted = "true unless machines that you start train (launch.remote_roles=trainer or both, provision=local)"
+    require(head_trains or (remote and started_by_hand), "launch.head_trains", wanted, head_trains)
     wanted = "1 unless other machines train (launch.remote_roles=trainer or both)"
     require(remote or hosts == 1, "training.hosts", wanted, hosts)
-    wanted = f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node trains, too"
-    require(not remote or hosts > 1, "training.hosts", wanted, hosts)
+    wanted = (
+        f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node is the first machine "
+        "that trains (unless launch.head_trains=false)"
+    )
+    require(not (remote and head_trains) or hosts > 1, "training.hosts", wanted, hosts)
     require(ranks % hosts == 0, "training.ranks", f"a multiple of training.hosts ({hosts})", ranks)

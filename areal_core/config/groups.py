@@ -315,6 +315,7 @@ class LaunchConfig:
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
+    head_trains: bool = True  # with remote trainers: whether the head node is the first of training.hosts
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it

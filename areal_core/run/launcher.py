@@ -116,14 +116,15 @@ class Run:
 
     def train(self) -> None:
         """Keep the trainer's ranks running until they have finished. Where other machines train, the ranks of this
-        machine are the first ones, under torchrun, and the rendezvous runs until the controller has
+        machine, if it has any, are the first ones, under torchrun, and the rendezvous runs until the controller has
         ended."""
         with self._role("trainer"):
             if "trainer" not in self.config.remote_roles:
                 self._supervise("trainer", self._abort, self._registration.wake)
                 return
             with self._supervision.beside("rendezvous", lambda: self._supervise("rendezvous", self._stop_servers)):
-                self._supervise("node", self._abort)
+                if self.config.launch.head_trains:
+                    self._supervise("node", self._abort)
 
     def evaluate(self) -> None:
         """Keep the evaluator, and servers of its own, running until no version is left to score; none where versions

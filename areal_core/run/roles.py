@@ -43,7 +43,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
         return python(module, "--run-dir", run.root)
 
     generating = servers * per_server if config.mode == "async" and "generation" not in config.remote_roles else 0
-    training = config.training_ranks // config.training.hosts
+    training = config.training_ranks // config.training.hosts if config.launch.head_trains else 0
     taken = generating + training if config.mode == "async" else max(servers * per_server, training)
     specs = (
         generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),

@@ -99,8 +99,8 @@ class RunDir:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
     def copy(self) -> dict[str, str] | None:
-        """On another machine than the head node: the name of its copy of this folder (`node`), and the URL of the
-        `head` node."""
+        """On another machine than the head node: the name of its copy of this folder (`node`), and the URLs of the
+        `head` node and of the machine's `stager`, where it has one."""
         return json.loads(self.copy_file.read_text()) if self.copy_file.exists() else None
 
     def token(self) -> str:

@@ -6,18 +6,22 @@ failure ends the trainer at its next step.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from areal_core.api.controller_client import ControllerClient
+from areal_core.api.head import AwayError, Head, parsed
 from areal_core.config.schema import RunConfig
-from areal_core.errors import StorageError
+from areal_core.errors import ProcessError, StorageError
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
@@ -26,7 +30,9 @@ from areal_core.tracking.outbox import points
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState
+from areal_core.types import PolicyVersion
 
+_HAND_OVER_S = 60.0  # without a word of the head node that the version is on its way
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
 
@@ -44,6 +50,7 @@ class Publisher:
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
         self._published: dict[int, str] = {}  # version -> hash
+        self._released: list[int] = []  # when the last version was announced
         self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
@@ -55,10 +62,13 @@ class Publisher:
 
     def announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write and announce a version at once; delete those that are no longer needed. The version of a checkpoint is
-        written once more, as it may be damaged."""
+        written once more, as it may be damaged, or have been another machine's."""
         version = weights.publish(self._run.weights, step, tensors, lora=self._config.training.lora.adapter)
         self._published[step] = version.digest
-        weights.release(self._run.weights, self._publishing_controller.announce(version))
+        if self._run.copy() is not None:
+            version = self._handed_over(version)
+        self._released = self._publishing_controller.announce(version)
+        weights.release(self._run.weights, self._released)
 
     def check(self) -> None:
         """Raise the failure of a version or a checkpoint, if one has failed."""
@@ -97,6 +107,29 @@ class Publisher:
         """Wait until everything is published and committed."""
         self._publishing.drain()
         self._saving.drain()
+
+    def _handed_over(self, version: PolicyVersion) -> PolicyVersion:
+        """The version as the head node has it, whose data server fetches it from this machine's stager. Raises
+        ProcessError where the head node is away for too long, or fails to fetch it."""
+        deadline = time.monotonic() + _HAND_OVER_S
+        while True:
+            copy = self._run.copy()
+            assert copy is not None
+            made = {"version": version.version, "digest": version.digest, "url": copy["stager"]}
+            body = json.dumps(made | {"release": self._released}).encode()
+            try:
+                with closing(Head(copy["head"], self._run.token()).session()) as session:
+                    status, content = session.ask("POST", f"/nodes/{copy['node']}/versions", body)
+                    if status == 200:
+                        return replace(version, path=parsed(content)["path"])
+                    said = f"{status}: {content.decode(errors='replace')}"
+                    if status == 202:  # it is on its way
+                        deadline = time.monotonic() + _HAND_OVER_S
+            except AwayError as error:
+                said = str(error)
+            if time.monotonic() > deadline:
+                raise ProcessError(f"the head node did not fetch version {version.version}: {said}")
+            time.sleep(_LOOK_S)
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()

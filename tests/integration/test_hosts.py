@@ -22,8 +22,9 @@ from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
+from areal_core.types import PolicyVersion
 from tests.support.processes import TIMEOUT_S, free_port, kill_all, marked
-from tests.support.runs import Launched, tiny
+from tests.support.runs import Launched, learning, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
 pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(80)]
@@ -157,6 +158,43 @@ def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, st
         own = [span for node in nodes for span in read_timeline(node.copy(run).timeline)]
         assert own
         assert [span for span in spans if span.process == f"generation-{index}"] == own
+
+
+def test_rank_0_on_another_machine_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
+    """Also where the data server and rank 0 are killed: rank 0 resumes, and the head node has every version."""
+
+    def config(machine: str, **launch: Any) -> RunConfig:
+        return learning(
+            tmp_path / machine,
+            mode="sync",
+            training={"steps": 16},
+            generation={"servers": 1, "deterministic": True},
+            launch=LAUNCH | launch,
+            storage={"url": str(tmp_path / "store" / machine)},
+        )
+
+    with Launched(config("one"), "alone") as run:
+        alone = Path(run.finished().model_url, "model.safetensors").read_bytes()
+    with Launched(config("head", remote_roles="trainer", head_trains=False), "apart") as run:
+        node = start(run, "trainer", "--node", 0)
+        run.until_step(4)
+        rank = run.pid("trainer")
+        assert rank in node.processes()
+        for role in ("files", "trainer"):
+            ended = run.pid(role)
+            os.kill(ended, signal.SIGKILL)
+            run.pid(role, but=ended)
+        summary = run.finished()
+        assert node.ended() == (0, "run apart has ended")
+        assert Path(summary.model_url, "model.safetensors").read_bytes() == alone
+        hashes = held(run.run.config(), run.run)
+    kept = {version: weights.version_folder(run.run.weights, version) for version in hashes if version}
+    assert 16 in kept
+    for version, folder in kept.items():
+        assert weights.is_whole(PolicyVersion(version=version, path=str(folder), digest=hashes[version]))
+    assert not weights.version_folder(run.run.weights, 1).exists()  # released there, too
+    spans = {(span.process, span.kind) for span in read_timeline(run.run.timeline)}
+    assert {("trainer-0", "train"), ("publisher-0", "publish")} <= spans
 
 
 def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:

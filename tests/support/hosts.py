@@ -136,7 +136,7 @@ class Cluster(Watched):
         """Start the remote worker of a machine. The run needs all of them but JUDGES, which is not started with it."""
         roles = {
             GENERATES: ("generation",),
-            TRAINS: ("trainer", "--node", 1),
+            TRAINS: ("trainer", "--node", int(self.config.launch.head_trains)),
             JUDGES: ("rewards", "--workers", 1),
         }
         self.wait_for("the run's token is made", self.run.token_file.exists)

@@ -2,8 +2,8 @@
 
     <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
         model/                  the base model
-        weights/                versions that the stager has brought
-        copy.json  copy.lock    this copy's name, the URL of the head node; held by its worker and its processes
+        weights/                versions that the stager has brought, or rank 0 has made
+        copy.json  copy.lock    this copy's name, the URLs of head node and stager; held by its worker and its processes
 
 A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
 what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
@@ -35,6 +35,7 @@ from areal_core.models.verified import weights_digest
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import (
+    FIRST_RANK,
     GENERATION,
     GONE_S,
     REWARDS,
@@ -134,9 +135,10 @@ class CopiedFolder:
             following = held.enter_context(_Following(self._head, run, config, share, address).running(beside, stop))
             self._fetch_model(run, stop, weights=share.role != REWARDS)
             stager = None
-            if share.role == GENERATION:
+            if share.role == GENERATION or FIRST_RANK in owned(config, share).processes:
                 kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
                 stager = held.enter_context(Stager(run, self._head, address, kept=kept).running(beside))
+                _note(run, stager=stager)
             yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
 
     def _write(self, run: RunDir, config: RunConfig) -> None:
@@ -145,7 +147,7 @@ class CopiedFolder:
         run.forget_ready()
         run.token_file.unlink(missing_ok=True)
         run.keep_token(self._head.token)
-        _note(run, self._url)
+        _note(run, head=self._url)
         write_json(run.root / "config.json", config.to_dict())
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))
@@ -260,7 +262,7 @@ class _Following:
         if heard["number"] != self._run.info().number:  # another launcher goes on with the run
             self._run.numbered(heard["number"])
         self._put(heard["ready"])
-        _note(self._run, session.url)
+        _note(self._run, head=session.url)
         self._ended = heard["ended"]
         return None
 
@@ -343,8 +345,8 @@ def _model(run: RunDir) -> Path:
     return run.root / "model"
 
 
-def _note(run: RunDir, head: str) -> None:
-    """Note the URL of the head node, and the name of this copy, which is made once."""
+def _note(run: RunDir, **urls: str) -> None:
+    """Note the URLs of head node and stager, and the name of this copy, which is made once."""
     known = run.copy() or {"node": secrets.token_hex(8)}
-    if known != (noted := known | {"head": head}):
+    if known != (noted := known | urls):
         write_json(run.copy_file, noted)

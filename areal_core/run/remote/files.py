@@ -4,6 +4,7 @@
     its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
     remote worker --POST /nodes/NODE, once a second--> its ready files and heartbeats; back: those that it needs
                   --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
+    rank 0, on another machine --POST /nodes/NODE/versions--> a version to fetch from there
 
 A process of the run, beside the controller: while versions and trajectories travel, requests of the controller do not
 wait. It ends with 0 once the run has ended in order and all remote workers have said their last words, and tells them
@@ -22,26 +23,29 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
 
 from areal_core.api import serving
+from areal_core.api.head import AwayError, Head
 from areal_core.api.refusals import guard, read, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.errors import ArealError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
-from areal_core.run.remote.share import LOGS, Nodes, Owned, Said, TakenError, role_and_index
-from areal_core.storage import weights
+from areal_core.run.remote.share import FIRST_RANK, LOGS, Nodes, Owned, Said, TakenError, role_and_index
+from areal_core.run.remote.stager import VersionCache
 from areal_core.storage.rundir import RunDir
+from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run has ended
 _POLL_S = 0.5  # between two looks whether the run has ended
 _STATE_S = 0.2  # that a look at ready files is good for
-_HIGHEST_VERSION = 10**9
+_TAKE_S = 5.0  # of a request that waits for a version
 _LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
 _TIMELINE_BYTES = 2**30
 _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
@@ -52,6 +56,15 @@ class NoShareError(ArealError):
     """A node has no share of the run, or not any more."""
 
 
+class Made(msgspec.Struct):
+    """A version that rank 0 has made on another machine."""
+
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    digest: str
+    url: str  # of the stager there
+    release: list[int] = []  # versions whose folders may go
+
+
 class Files:
     """Routes of one run's head node. All methods run in the event loop."""
 
@@ -59,6 +72,7 @@ class Files:
         self._run = run
         self.config = run.config()
         self.nodes = Nodes(run, self.config)
+        self.cache = VersionCache(run)
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -68,16 +82,17 @@ class Files:
         )
 
     def app(self) -> web.Application:
-        statuses = {TakenError: 409, NoShareError: 410, OSError: 500}
+        statuses = {TakenError: 409, NoShareError: 410, StorageError: 502, AwayError: 502, OSError: 500}
         doors = [guard(self._run.token()), refusals(statuses)]
         app = web.Application(middlewares=doors, client_max_size=_MOST_BYTES)
         app.add_routes(
             [
                 web.get("/run", self._about),
                 web.get("/model/{name}", self._model_file),
-                web.get("/versions/{version}", self._version),
+                web.get("/versions/{version}", self.cache.serve),
                 web.get("/payloads/{segment:[0-9]{6,}-[0-9]{6,}}", self._payloads),
                 web.post("/nodes/{node}", self._hear),
+                web.post("/nodes/{node}/versions", self._take),
                 web.post("/nodes/{node}/{kind}/{name}", self._append),
             ]
         )
@@ -101,20 +116,6 @@ class Files:
             return web.Response(status=404, text="the model has no such file")
         return web.FileResponse(self._folder / name)
 
-    async def _version(self, request: web.Request) -> web.StreamResponse:
-        """The weights of a version, while it is kept; with `digest` only those."""
-        number = int(request.match_info["version"])
-        if not 1 <= number <= _HIGHEST_VERSION:
-            raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
-        path = weights.version_folder(self._run.weights, number)
-        try:
-            published = weights.read_manifest(path)
-        except StorageError:
-            return web.Response(status=404, text=f"version {number} is not there, or not any more")
-        if (asked := request.query.get("digest", published.digest)) != published.digest:
-            return web.Response(status=404, text=f"version {number} has digest {published.digest}, not {asked[:64]}")
-        return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
-
     async def _payloads(self, request: web.Request) -> web.Response:
         """Parts of a segment, end to end. Whether they are what was stored, who asks for them finds out."""
         spans, name = parsed_spans(request.query.get("spans", "")), request.match_info["segment"]
@@ -129,6 +130,21 @@ class Files:
     async def _hear(self, request: web.Request) -> web.Response:
         self.nodes.hear(request.match_info["node"], await read(request, Said))
         return web.json_response(self._now())
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Fetch a version from the machine of rank 0, and release others. Its path here; 202 while it is on its way."""
+        if FIRST_RANK not in self._owned(request).processes:
+            raise ValueError("node: does not run rank 0")
+        made = await read(request, Made)
+        await self.cache.release(made.release)
+        version = PolicyVersion(version=made.version, path="", digest=made.digest)
+        try:
+            async with asyncio.timeout(_TAKE_S):
+                here = await self.cache.staged(version, Head(made.url, self._run.token(), name="url"))
+        except TimeoutError:
+            return web.Response(status=202)
+        self.cache.forget(here.version)  # announced once more, it is fetched once more: it may be damaged by then
+        return web.json_response({"path": here.path})
 
     async def _append(self, request: web.Request) -> web.Response:
         """What a process has written, at the end of its file here, which has `offset` bytes. The size of the file then;
@@ -222,6 +238,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
                 await asyncio.wait_for(asked.wait(), _POLL_S)
         await _told(files, run, launch.stop_timeout_s)
     finally:
+        files.cache.over.set()  # else this process would wait for the download of a version
         await runner.cleanup()
     return run.summary.exists()
 

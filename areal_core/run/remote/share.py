@@ -27,6 +27,7 @@ GENERATION, TRAINER, REWARDS = "generation", "trainer", "rewards"
 _MOST_WORKERS = 4096
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 GONE_S = 15.0  # without a word, after which another worker may have a share
+FIRST_RANK = "trainer-0"
 LOGS, TIMELINE = "logs", "timeline"  # folders of a run to which processes of a share append
 
 
@@ -64,11 +65,10 @@ class Share:
                 f"got {config.launch.remote_roles!r}"
             )
         elif self.role == TRAINER:
-            count = 1
-            if not 1 <= self.first < config.training.hosts:
-                raise ConfigError(
-                    f"--node: must be from 1 to {config.training.hosts - 1}, as the head node is 0, got {self.first}"
-                )
+            count, least = 1, int(config.launch.head_trains)
+            if not least <= self.first < config.training.hosts:
+                why = ", as training.hosts counts the head node, which is 0" if least else ""
+                raise ConfigError(f"--node: must be from {least} to {config.training.hosts - 1}{why}, got {self.first}")
         elif self.first + (count := self.count or config.generation_servers) > config.generation_servers:
             raise ConfigError(
                 f"--first: servers {self.first} to {self.first + count - 1} are more than the run has, "
@@ -111,6 +111,8 @@ def owned(config: RunConfig, share: Share) -> Owned:
         ranks = range(share.first * config.ranks_per_host, (share.first + 1) * config.ranks_per_host)
         processes = [f"trainer-{rank}" for rank in ranks]
         logs, timelines = [f"node-{share.first}"], processes
+        if FIRST_RANK in processes:
+            timelines = [*processes, "publisher-0"]
     logs = [*logs, f"{share.journal}-{share.first}"]
     return Owned(
         processes=frozenset(processes),

@@ -2,6 +2,7 @@
 
     controller --POST /stage--> stager --GET /versions/N, once for all servers of the machine--> data server
                <--path of the copy---    while these go on decoding
+    data server --GET /versions/N--> stager of the machine of rank 0, where that is another machine
 
 A version is hashed as it arrives, and has its name once it is whole. The stager runs in a thread of the remote worker;
 requests carry the run's token.
@@ -13,7 +14,7 @@ import asyncio
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -29,8 +30,83 @@ from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
 
 _DIGEST = re.compile("[0-9a-f]{64}")
+_HIGHEST_VERSION = 10**9
 _PATIENCE_S = 30.0  # for the other side to go on with a version
 _SHUTDOWN_S = 1.0
+
+
+class VersionCache:
+    """The versions of a run in the run's folder on this machine."""
+
+    def __init__(self, run: RunDir, *, kept: int | None = None) -> None:
+        """`kept` versions stay, those that were asked for last; None: all, until `release`."""
+        self._run = run
+        self._kept = kept
+        self.over = threading.Event()  # set: downloads end
+        self._coming: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
+        self._here: dict[int, PolicyVersion] = {}  # the one asked for last comes last
+
+    async def staged(self, version: PolicyVersion, source: Head) -> PolicyVersion:
+        """A version as it is here, fetched from `source` where it is not; who asks meanwhile waits for the same. Raises
+        ValueError for what is no version, StorageError, AwayError, OSError."""
+        if version.version < 0 or not _DIGEST.fullmatch(version.digest):
+            raise ValueError("version, digest: must be a whole number, 0 at least, and 64 hexadecimal digits")
+        key = version.version, version.digest
+        if key not in self._coming:
+            task = self._coming[key] = asyncio.ensure_future(self._bring(version, source))
+            task.add_done_callback(lambda _: self._coming.pop(key))
+        return await asyncio.shield(self._coming[key])
+
+    def forget(self, version: int) -> None:
+        """Fetch a version again when it is asked for next."""
+        self._here.pop(version, None)
+
+    async def release(self, versions: Iterable[int]) -> None:
+        """Delete versions that are no longer needed."""
+        for version in (gone := list(versions)):
+            self.forget(version)
+        await asyncio.to_thread(weights.release, self._run.weights, gone)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """`GET /versions/N`: the weights of a version, while it is kept; with `digest` only those."""
+        number = int(request.match_info["version"])
+        if not 1 <= number <= _HIGHEST_VERSION:
+            raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
+        path = weights.version_folder(self._run.weights, number)
+        try:
+            published = weights.read_manifest(path)
+        except StorageError:
+            return web.Response(status=404, text=f"version {number} is not there, or not any more")
+        if (asked := request.query.get("digest", published.digest)) != published.digest:
+            return web.Response(status=404, text=f"version {number} has digest {published.digest}, not {asked[:64]}")
+        return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
+
+    async def _bring(self, version: PolicyVersion, source: Head) -> PolicyVersion:
+        if version.version == 0:
+            return await asyncio.to_thread(self._base, version)
+        here = self._here.pop(version.version, None)
+        if here is None or here.digest != version.digest:
+            here = await asyncio.to_thread(self._fetched, version, source)
+        self._here[version.version] = here
+        if self._kept is not None:
+            await self.release(list(self._here)[: -self._kept])
+        return here
+
+    def _base(self, version: PolicyVersion) -> PolicyVersion:
+        base = weights.base_version(self._run.info().model_path)
+        if base.digest != version.digest:
+            raise StorageError(f"version 0: {base.path} has digest {base.digest}, not {version.digest}")
+        return base
+
+    def _fetched(self, version: PolicyVersion, source: Head) -> PolicyVersion:
+        scratch = self._run.weights / f".v{version.version}.{version.digest[:16]}"
+        path = f"/versions/{version.version}?digest={version.digest}"
+        try:
+            fetch(source, path, scratch, version.digest, stopped=self.over.is_set, patience_s=_PATIENCE_S)
+            lora = self._run.config().training.lora.adapter
+            return weights.adopt(self._run.weights, version.version, version.digest, scratch, lora)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 class Stager:
@@ -41,10 +117,7 @@ class Stager:
         self._run = run
         self._head = head
         self._address = address
-        self._kept = kept
-        self._over = threading.Event()  # set: downloads end
-        self._coming: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
-        self._here: dict[int, PolicyVersion] = {}  # the one asked for last comes last
+        self._cache = VersionCache(run, kept=kept)
 
     @contextmanager
     def running(self, beside: Supervision) -> Iterator[str]:
@@ -56,12 +129,12 @@ class Stager:
             try:
                 yield up.result()
             finally:
-                self._over.set()
+                self._cache.over.set()
 
     def app(self) -> web.Application:
         doors = [guard(self._head.token), refusals({StorageError: 502, AwayError: 502, OSError: 502})]
         app = web.Application(middlewares=doors)
-        app.router.add_post("/stage", self._stage)
+        app.add_routes([web.post("/stage", self._stage), web.get("/versions/{version}", self._cache.serve)])
         return app
 
     async def _stage(self, request: web.Request) -> web.Response:
@@ -70,44 +143,8 @@ class Stager:
         return web.json_response({"path": (await self.staged(version)).path})
 
     async def staged(self, version: PolicyVersion) -> PolicyVersion:
-        """A version as it is here, fetched where it is not; who asks meanwhile waits for the same. Raises ValueError
-        for what is no version, StorageError, AwayError, OSError."""
-        if version.version < 0 or not _DIGEST.fullmatch(version.digest):
-            raise ValueError("version, digest: must be a whole number, 0 at least, and 64 hexadecimal digits")
-        key = version.version, version.digest
-        if key not in self._coming:
-            task = self._coming[key] = asyncio.ensure_future(self._bring(version))
-            task.add_done_callback(lambda _: self._coming.pop(key))
-        return await asyncio.shield(self._coming[key])
-
-    async def _bring(self, version: PolicyVersion) -> PolicyVersion:
-        if version.version == 0:
-            return await asyncio.to_thread(self._base, version)
-        here = self._here.pop(version.version, None)
-        if here is None or here.digest != version.digest:
-            here = await asyncio.to_thread(self._fetched, version)
-        self._here[version.version] = here
-        gone = list(self._here)[: -self._kept]
-        for number in gone:
-            del self._here[number]
-        await asyncio.to_thread(weights.release, self._run.weights, gone)
-        return here
-
-    def _base(self, version: PolicyVersion) -> PolicyVersion:
-        base = weights.base_version(self._run.info().model_path)
-        if base.digest != version.digest:
-            raise StorageError(f"version 0: {base.path} has digest {base.digest}, not {version.digest}")
-        return base
-
-    def _fetched(self, version: PolicyVersion) -> PolicyVersion:
-        scratch = self._run.weights / f".v{version.version}.{version.digest[:16]}"
-        path = f"/versions/{version.version}?digest={version.digest}"
-        try:
-            fetch(self._head, path, scratch, version.digest, stopped=self._over.is_set, patience_s=_PATIENCE_S)
-            lora = self._run.config().training.lora.adapter
-            return weights.adopt(self._run.weights, version.version, version.digest, scratch, lora)
-        finally:
-            scratch.unlink(missing_ok=True)
+        """A version of the data server's, as it is here. Raises what VersionCache.staged does."""
+        return await self._cache.staged(version, self._head)
 
     def _work(self, up: Future[str]) -> None:
         try:
@@ -121,7 +158,7 @@ class Stager:
         await runner.setup()
         try:
             up.set_result(await serving.listen(runner, self._address))
-            await asyncio.to_thread(self._over.wait)
+            await asyncio.to_thread(self._cache.over.wait)
         except OSError as error:
             up.set_exception(ProcessError(f"--address: can't listen on {self._address}: {error.strerror}"))
         finally:

@@ -159,6 +159,7 @@ def test_data_server_that_was_just_started_again_has_what_processes_write(
     here = machine.take().run
     monkeypatch.setattr(module, "POLL_S", 10.0)
     wait_for(lambda: head_node.files.nodes.awaited)
+    assert head_node.served is not None
     head_node.serve(int(head_node.served.url.rpartition(":")[2]))  # it knows no share
     here.log_file("generation").write_text("half of the last line")
     machine.end()

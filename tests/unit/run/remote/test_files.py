@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import http.client
 import json
 import signal
 import subprocess
 import sys
+import threading
 import urllib.parse
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from blake3 import blake3
 
 from areal_core.api.access import authorization
 from areal_core.api.head import Head
+from areal_core.run.remote import files as module
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 from tests.support.processes import wait_for
@@ -111,6 +117,39 @@ def test_spans_that_are_none_are_refused_in_one_line(ask: Asked, spans: str, sta
     assert len(content) < 250
 
 
+def test_a_version_of_rank_0_is_fetched_as_often_as_it_is_announced(
+    head_node: HeadNode, serve: Callable[[Callable[[], web.Application]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that takes longer than a request waits; the copy here may be damaged by the next time."""
+    monkeypatch.setattr(module, "_TAKE_S", 0.05)
+    alone = dataclasses.replace(head_node.config.launch, remote_roles="trainer", head_trains=False)
+    config = dataclasses.replace(head_node.config, launch=alone)
+    write_json(head_node.run.root / "config.json", config.to_dict())
+    made, arrives = head_node.publish(1), threading.Event()
+    data = weights.weights_file(Path(made.path)).read_bytes()
+    weights.release(head_node.run.weights, [1])
+
+    async def version(_: web.Request) -> web.Response:
+        await asyncio.to_thread(arrives.wait)
+        return web.Response(body=data)
+
+    def stager() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/versions/1", version)
+        return app
+
+    ask = Asked(head_node)
+    ask.hear("a", role="trainer", first=0)
+    body = json.dumps({"version": 1, "digest": made.digest, "url": serve(stager)}).encode()
+    assert ask("POST", "/nodes/a/versions", body)[0] == 202
+    arrives.set()
+    there = json.dumps({"path": made.path}).encode()
+    for _ in range(2):
+        wait_for(lambda: ask("POST", "/nodes/a/versions", body) == (200, there))
+        assert weights.is_whole(made)
+        weights.weights_file(Path(made.path)).write_bytes(bytes(len(data)))
+
+
 NO_FILES = ("other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder")
 STRANGE = (  # no file of the worker's own, or no offset
     "logs/launcher-0.log?offset=0",
@@ -124,6 +163,7 @@ STRANGE = (  # no file of the worker's own, or no offset
     "logs/generation-0.log?offset=x",
     "logs/generation-0.log?offset=",
 )
+MADE = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
 NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
 NO_SEGMENTS = (
     "token",
@@ -145,6 +185,8 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
     [
         *((f"model/{name}", None, 404, b"the model has no such file") for name in NO_FILES),
         *((f"versions/{number}", None, 400, b"") for number in NO_VERSIONS),
+        ("nodes/b/versions", MADE, 410, b"node: has no share of this run"),
+        ("nodes/a/versions", MADE, 400, b"node: does not run rank 0"),
         *((f"nodes/a/{path}", b"hello", 400, b"") for path in STRANGE),
         *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
         ("payloads/000002-000008?spans=0-1", None, 404, b"segment 000002-000008 can't be read: No such file or dir"),

@@ -42,6 +42,13 @@ def config(**generation: Any) -> RunConfig:
             {"logs/generation-2", "logs/vllm-2", "logs/host-generation-2"},
             id="servers of vLLM",
         ),
+        pytest.param(
+            load({"launch": {"remote_roles": "trainer", "head_trains": False}, "training": {"ranks": 1}}),
+            Share(role="trainer", first=0),
+            {"trainer-0"},
+            {"logs/node-0", "logs/host-trainer-0", "timeline/trainer-0", "timeline/publisher-0"},
+            id="rank 0 on another machine",
+        ),
         pytest.param(  # their places come after those of the controller's machine, and one process has all of them
             load({"rollout": {"reward_workers": 3}}),
             Share(role="rewards", first=2, count=2),
@@ -63,7 +70,10 @@ def test_processes_and_files_of_a_share(
     ("share", "line"),
     [
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
-        (Share(role="trainer"), "--node: must be from 1 to 1, as the head node is 0, got 0"),
+        (
+            Share(role="trainer"),
+            r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, got 0",
+        ),
         (Share(role="generation", first=2, count=2), "--first: servers 2 to 3 are more than the run has, 3 "),
         (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
