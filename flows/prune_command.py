@@ -2,9 +2,8 @@
 
     python -m flows.prune_command [--run NAME] ... [--older DAYS] [--yes] [field=value ...]
 
-Without --run and --older it only shows. It never touches a run that is running.
-
-Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
+Without --run and --older it offers to delete leftovers of dead launchers, which no run needs. It never touches a run
+that is running. Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.table import Column, Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.run.command import Parser, run_command
-from areal_core.run.prune import HeldRun, delete, held_runs
+from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows.compose import compose
 
 _WIDTH = 160  # columns, where no terminal has its own
@@ -31,30 +30,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.overrides)
-    runs = held_runs(config)
+    runs = held_runs(config, print)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
-    plan = _chosen(runs, options.run, 86400.0 * (options.older or 0.0)) if chooses else []
-    size = decimal(sum(_bytes(run) for run in plan))
-    print(f"\nTo delete: {', '.join(run.run_id for run in plan) or 'nothing'} ({size}). Runs: RUN=NAME, OLDER=DAYS.")
+    plan: list[tuple[HeldRun, int, Callable[..., None]]] = []
+    for run in _chosen(runs, options.run, 86400.0 * (options.older or 0.0)) if chooses else runs:
+        if chooses or run.state == "half deleted":
+            plan.append((run, run.local_bytes + run.stored_bytes, delete))
+        elif run.leftover_bytes:
+            plan.append((run, run.leftover_bytes, free_leftovers))
+    size = decimal(sum(size for _, size, _ in plan))
+    if chooses:
+        print(f"\nTo delete: {', '.join(run.run_id for run, _, _ in plan) or 'nothing'} ({size}, models included)")
+    else:
+        print(
+            f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs. Runs: RUN=NAME, OLDER=DAYS."
+        )
     if not plan:
         return
     if not options.yes and not (sys.stdin.isatty() and input("Type yes to do it: ") == "yes"):
-        raise ProcessError("nothing was deleted: it takes a yes, or --yes (YES=1)")
+        if chooses or sys.stdin.isatty():
+            raise ProcessError("nothing was deleted: it takes a yes, or --yes (YES=1)")
+        return
     failed = 0
-    for run in plan:
+    for run, size, action in plan:
         try:
-            delete(run, config, print)
-            print(f"{run.run_id}: {decimal(_bytes(run))} freed")
+            action(run, config, print)
+            print(f"{run.run_id}: {decimal(size)} freed")
         except (ArealError, OSError) as error:
             failed += 1
             print(f"{run.run_id}: not deleted, try again: {error}")
     if failed:
         raise ProcessError(f"{failed} of {len(plan)} could not be deleted")
-
-
-def _bytes(run: HeldRun) -> int:
-    return run.local_bytes + run.stored_bytes
 
 
 def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list[HeldRun]:
@@ -72,10 +79,10 @@ def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list
 
 def _table(runs: Sequence[HeldRun]) -> Table:
     table = Table(Column("run", no_wrap=True), "last change", "state", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("on this machine", "in the store"):
+    for name in ("on this machine", "in the store", "leftovers"):
         table.add_column(name, justify="right")
     for run in runs:
-        sizes = (run.local_bytes, run.stored_bytes)
+        sizes = (run.local_bytes, run.stored_bytes, run.leftover_bytes)
         changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
         table.add_row(run.run_id, changed, run.state, *(decimal(size) if size else "-" for size in sizes))
     return table

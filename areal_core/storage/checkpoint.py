@@ -14,7 +14,7 @@ has lost its run unawares may go on at any point:
   alone. So nobody writes to, or deletes, what the checkpoints of a later launcher need.
 - A launcher deletes objects of its own number and, once it has committed a checkpoint, what that one's manifest lists
   as superseded: folders of earlier launchers. Those of their checkpoints that it still keeps stay.
-- What nobody lists stays as long as the run (`make prune`).
+- What nobody lists stays until `leftovers` is asked for it, by who holds the lease (`make prune`).
 
 Files only: no torch, and nothing about what the files mean.
 """
@@ -255,6 +255,17 @@ def prune(
         if (owner == number or folder in own.superseded) and name not in shared and name not in in_use:
             storage.delete(name)
     return min(info.step for info in kept.values())
+
+
+def leftovers(storage: Storage, number: int) -> dict[str, int]:
+    """What launchers with a number below this one have left and no complete checkpoint names: bytes by name. For who
+    holds the lease under this number. Nothing where no checkpoint is complete: a broken one may be all that is left."""
+    named: set[str] = set()
+    for info in _complete(storage, _sizes(storage)):
+        named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
+    sizes = _sizes(storage) if named else {}
+    owners = {name: owner for name in sizes for owner, _ in _owners([name])}
+    return {name: sizes[name] for name, owner in owners.items() if owner < number and name not in named}
 
 
 def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:

@@ -38,6 +38,7 @@ class Actor:
     saves: int = 2
     late_saves: int = 0  # that it makes after it was stopped, before it looks at its lease
     again: bool = False  # it saves a step a second time, as a trainer does that was restarted
+    frees: bool = False  # it is `make prune`: it frees what is left over, and trains nothing
     in_force: dict[str, CheckpointInfo] = field(default_factory=dict[str, CheckpointInfo])
     number: int = 0
     step: int = -1  # that it has gone on from, or committed
@@ -48,6 +49,11 @@ class Actor:
         store = Storage(self.files, "run", "memory://run", Patience(0.0))
         lease = Lease(store, self.where, ttl_s=TTL_S, clock=self.files.clock, sleep=self.files.sleep)
         number = self.number = lease.acquire(above=lambda: checkpoint.highest_number(store))
+        if self.frees:
+            for name in checkpoint.leftovers(store, number):
+                store.delete(name)
+            lease.release()
+            return
         if self.damaged and (newest := checkpoint.newest(store)):
             self.files.objects[f"run/{newest.folder}/weights"] = b"flipped"
         payloads = self._restore(store)
@@ -110,12 +116,16 @@ OTHERS: dict[str, dict[str, int | bool]] = {
     "commits twice": {"saves": 2},
     "dies before it commits": {"saves": 0},
     "finds the newest damaged": {"saves": 1, "damaged": True},
+    "frees what is left over": {"frees": True},
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("first", ["trains", "frees"])
 @pytest.mark.parametrize("keep", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_launcher_stopped_before_any_call_deletes_nothing_in_force(tmp_path: Path, keep: int, other: str) -> None:
+def test_launcher_stopped_before_any_call_deletes_nothing_in_force(
+    tmp_path: Path, keep: int, first: str, other: str
+) -> None:
     if keep == 1 and other == "finds the newest damaged":
         pytest.skip("of one checkpoint that is kept, none is left when it is damaged")
     begun = MemoryStore()
@@ -123,7 +133,7 @@ def test_launcher_stopped_before_any_call_deletes_nothing_in_force(tmp_path: Pat
     for late in (0, 1):
         for stop in itertools.count():
             files = begun.copy()
-            a = Actor(files, tmp_path, "a", keep, saves=3, late_saves=late, again=True)
+            a = Actor(files, tmp_path, "a", keep, saves=3, late_saves=late, again=True, frees=first == "frees")
             b = Actor(files, tmp_path, "b", keep, **OTHERS[other])  # type: ignore[arg-type]
             if not interrupted(files, a, stop, b.live):
                 break

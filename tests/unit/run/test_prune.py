@@ -17,7 +17,7 @@ from areal_core.launch.supervisor import FileLock
 from areal_core.run import prune
 from areal_core.run.folders import run_folder
 from areal_core.run.ownership import Ownership
-from areal_core.run.prune import HeldRun, delete, held_runs
+from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from areal_core.storage import checkpoint
 from areal_core.storage.lease import NAME, Lease, LeaseLostError
 from areal_core.storage.objects import Storage
@@ -51,7 +51,7 @@ def made(config: RunConfig, run_id: str = "first", steps: tuple[int, ...] = (5, 
 
 
 def held(config: RunConfig) -> dict[str, HeldRun]:
-    return {run.run_id: run for run in held_runs(config)}
+    return {run.run_id: run for run in held_runs(config, pytest.fail)}
 
 
 def objects(store: Storage) -> list[str]:
@@ -65,6 +65,7 @@ def test_bytes_are_counted_here_and_in_the_store(config: RunConfig, tmp_path: Pa
     run = held(config)["first"]
     assert run.local_bytes == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > 1100
     assert run.stored_bytes == sum(store.sizes().values()) > 1000
+    assert run.leftover_bytes == 20  # payloads that no checkpoint names
     assert time.time() - run.changed < 60
 
 
@@ -107,7 +108,8 @@ def test_run_without_objects_is_deleted_without_its_store(config: RunConfig, tmp
     assert not (tmp_path / "store").exists()
 
 
-def test_a_run_that_is_running_is_left_alone(config: RunConfig) -> None:
+@pytest.mark.parametrize("action", [delete, free_leftovers])
+def test_a_run_that_is_running_is_left_alone(config: RunConfig, action: Callable[..., Any]) -> None:
     config = load(config.to_dict() | {"launch": {"stop_timeout_s": 0.1}})
     store = made(config)
     run = held(config)["first"]
@@ -115,9 +117,29 @@ def test_a_run_that_is_running_is_left_alone(config: RunConfig) -> None:
     with Ownership(run_folder(config, "first"), config, store.url, log=print), pytest.MonkeyPatch.context() as patch:
         patch.setattr("areal_core.run.ownership._OWNER_S", 0.0)
         with pytest.raises(ProcessError, match="first is running already"):
-            delete(run, config, print)
+            action(run, config, print)
     assert objects(store) == before
     assert run_folder(config, "first").summary.parent.exists()
+
+
+def test_leftovers_go_and_what_a_resume_needs_stays(config: RunConfig) -> None:
+    store = made(config)
+    store.put_bytes("checkpoints/step-000015.2/optimizer", b"cut short")
+    newest = checkpoint.newest(store)
+    assert held(config)["first"].leftover_bytes == 29
+    for after in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            Interrupting(patch, after)
+            with pytest.raises(Interrupted):
+                free_leftovers(held(config)["first"], config, print)
+        assert checkpoint.newest(store) == newest
+    free_leftovers(held(config)["first"], config, print)
+    assert checkpoint.newest(store) == newest
+    assert objects(store) == [
+        *(f"checkpoints/step-000005.1/{name}" for name in ("manifest.json", "optimizer")),
+        *(f"checkpoints/step-000010.2/{name}" for name in ("manifest.json", "optimizer")),
+    ]
+    assert held(config)["first"].leftover_bytes == 0
 
 
 class Interrupted(BaseException):
@@ -129,7 +151,7 @@ class Interrupting:
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
         self.left = after
-        for owner, name in ((Storage, "delete"), (prune.shutil, "rmtree")):
+        for owner, name in ((Storage, "delete"), (Path, "rename"), (prune.shutil, "rmtree")):
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +166,7 @@ class Interrupting:
         return counted
 
 
-@pytest.mark.parametrize("after", range(10))
+@pytest.mark.parametrize("after", range(12))
 def test_interrupted_deletion_leaves_a_run_whole_or_gone(config: RunConfig, after: int) -> None:
     store = made(config)
     store.put_bytes("final/README.md", b"card")
@@ -177,8 +199,9 @@ def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
     before = objects(store)
     run = held(config)["first"]
     monkeypatch.setattr(prune, "Ownership", Lost)
-    with pytest.raises(LeaseLostError):
-        delete(run, config, print)
+    for action in (free_leftovers, delete):
+        with pytest.raises(LeaseLostError):
+            action(run, config, print)
     assert objects(store) == before
 
 

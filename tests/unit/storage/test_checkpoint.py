@@ -273,10 +273,28 @@ def test_a_launcher_deletes_what_is_its_own_or_superseded(store: Storage, tmp_pa
     save(store, tmp_path, 20, number=2)
     save(store, tmp_path, 30, number=2, shared=("payloads/2/c.bin",))
     store.put_bytes("checkpoints/step-000040.3/model/model.safetensors", b"a later launcher's first")
-    assert checkpoint.highest_number(store) == 3
     checkpoint.prune(store, 1, number=2)
     assert folders(store) == {"step-000030.2", "step-000040.3"}
     assert list(store.list("payloads")) == ["payloads/2/c.bin", "payloads/3/e.bin"]
+
+
+def test_what_nobody_lists_is_left_over(store: Storage, tmp_path: Path) -> None:
+    store.put_bytes("payloads/1/a.bin", b"a")
+    save(store, tmp_path, 10, number=1)
+    store.put_bytes("checkpoints/step-000020.1/model/model.safetensors", b"half")
+    store.put_bytes("payloads/2/b.bin", b"b")
+    store.put_bytes("payloads/2/c.bin", b"c")
+    save(store, tmp_path, 15, number=2, shared=("payloads/2/b.bin",))
+    store.put_bytes("payloads/3/d.bin", b"d")
+    store.put_bytes("checkpoints/step-000010.1/of-nobody", b"x")
+    assert checkpoint.highest_number(store) == 3
+    assert checkpoint.leftovers(store, 1) == {}
+    assert checkpoint.leftovers(store, 3) == {
+        "checkpoints/step-000010.1/of-nobody": 1,
+        "checkpoints/step-000020.1/model/model.safetensors": 4,
+        "payloads/1/a.bin": 1,
+        "payloads/2/c.bin": 1,
+    }
 
 
 @pytest.mark.parametrize("damage", ["file gone", "manifest torn", "found damaged", "being replaced"])
@@ -297,6 +315,7 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
     refused = r"of 1 checkpoints none is whole: put back what is missing, or start the run under another id$"
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest(store)
+    assert checkpoint.leftovers(store, 9) == {}  # what is left of them may be all that is left
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest_of(store, lambda info: None)
 
