@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from areal_core.controller.core.ledger import TrajectoryLedger
 from tests.support.runs import Launched, tiny
-
-T = TypeVar("T")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
@@ -25,19 +22,16 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state")
 
 
-def in_ledger(run: Launched, look: Callable[[TrajectoryLedger], T]) -> T:
-    ledger = TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)
-    try:
-        return look(ledger)
-    finally:
-        ledger.close()
-
-
 def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
     with Launched(tiny(state), "evaluator") as run:
+
+        def ending() -> object:
+            with closing(TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)) as ledger:
+                return ledger.notes.ending
+
         evaluator = run.pid("evaluator")
         os.kill(evaluator, signal.SIGSTOP)
-        run.wait_for("the trainer has finished", lambda: in_ledger(run, lambda ledger: ledger.notes.ending))
+        run.wait_for("the trainer has finished", ending)
         os.kill(evaluator, signal.SIGKILL)
         run.finished()
 
