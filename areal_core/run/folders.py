@@ -69,20 +69,18 @@ class DiskSpace:
                 gib, inodes = shutil.disk_usage(folder).free / _GIB, free_inodes(folder)
             except OSError:
                 continue  # who reads or writes there says more
-            left = f"{field}: {folder} has"
-            self._compare(
-                field, f"{left} {gib:.2f} GiB left", gib, self._launch.disk_low_gib, self._launch.disk_min_gib
-            )
+            launch, where = self._launch, f"{field}: {folder}"
+            self._compare(where, f"{gib:.2f}", "GiB", gib, launch.disk_low_gib, launch.disk_min_gib)
             if inodes is not None:
-                self._compare(field, f"{left} {inodes} inodes left", inodes, LOW_INODES, _LEAST_INODES)
+                self._compare(where, f"{inodes}", "inodes", inodes, LOW_INODES, _LEAST_INODES)
 
-    def _compare(self, field: str, left: str, free: float, low: float, least: float) -> None:
-        kind = field, left.split()[-2]
+    def _compare(self, where: str, shown: str, unit: str, free: float, low: float, least: float) -> None:
+        left = f"{where} has {shown} {unit} left, less than"
         if free < least:
-            raise StorageError(f"{left}, less than {least:g}: the run ends; with more room it can be resumed")
-        if free < low and kind not in self._told:
-            self._told.add(kind)
-            self._log(f"{left}, less than {low:g}")
+            raise StorageError(f"{left} {least:g}: the run ends; with more room it can be resumed")
+        if free < low and (where, unit) not in self._told:
+            self._told.add((where, unit))
+            self._log(f"{left} {low:g}")
 
 
 def store_folder(url: str) -> Path | None:
