@@ -65,7 +65,7 @@ def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None =
         f"# {its.run_id}",
         "",
         f"Trained from {base} by reinforcement learning with AReaL, mode {its.mode}: {its.steps} steps of "
-        f"{config.rollout.batch_size} completions of `{task}`, seed {its.seed}, {its.tokens.consumed:,} sampled tokens.",
+        f"{config.rollout.batch_size} completions of `{task}`, seed {its.seed}, {its.tokens.consumed:,} tokens.",
         "",
         scores,
         "",

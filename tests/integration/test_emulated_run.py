@@ -71,10 +71,7 @@ def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: P
     [
         ({"training": {"engine": "torch"}}, "training.engine: must be emulated with generation.engine=emulated, got "),
         ({"generation": {"engine": "embedded"}}, "training.engine: must be torch or deepspeed with generation.engine="),
-        ({"emulation": {"accelerator": "h900"}}, "emulation.accelerator: must be one of a100, h100, h800, h200, l40s,"),
         ({"launch": {"devices": 1}}, "launch.devices: must be at least 2 where accelerators are emulated (1 generate "),
-        ({"generation": {"servers": 3}}, "launch.devices: must be at least 4 where accelerators are emulated (3 gener"),
-        ({"mode": "sync", "training": {"ranks": 4}}, "launch.devices: must be at least 4 where accelerators are emul"),
         ({"stop": {"score": 0.0}}, "stop.score: must be null where accelerators are emulated "),
         ({"emulation": {"model": "qwen-32b"}}, "emulation.tensor_parallel: qwen-32b does not fit into 1 x h800"),
     ],

@@ -211,20 +211,6 @@ def test_the_first_failure_is_the_one_that_every_role_reports(stage: Callable[..
     assert nothing_left(played)
 
 
-def test_a_run_goes_on_with_the_servers_that_it_has(stage: Callable[..., Stage]) -> None:
-    """One has died and has no restart left."""
-    played = stage({"trainer": "hangs"}, generation={"servers": 2})
-
-    def meanwhile() -> None:
-        played.wait_for(lambda: len(played.joined()) >= 2)
-        os.kill(json.loads(played.dir.ready_file("generation", 1).read_text())["pid"], signal.SIGKILL)
-        played.wait_for(lambda: any("restarts are spent: 1 of 2 go on" in line for line in played.lines))
-        os.kill(json.loads(played.dir.ready_file("generation", 0).read_text())["pid"], signal.SIGKILL)
-
-    error = played.play(meanwhile)["generate"]
-    assert str(error).startswith("generation-0 was killed by SIGKILL; ")
-
-
 def test_a_server_that_the_controller_has_lost_is_started_again(stage: Callable[..., Stage]) -> None:
     played = stage({"loses a server": True, "servers": 2}, launch={"restarts": 2})
     assert set(played.play().values()) == {None}

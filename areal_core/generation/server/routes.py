@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -337,8 +336,6 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     context = spec.context if arguments.context is None else arguments.context
     if not 2 <= context <= spec.context:
         raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
-    if arguments.slots < 1:
-        raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
     slots, version = arguments.slots, arguments.weight_version
     if arguments.emulate is not None:
         config = load_file(arguments.emulate)
@@ -365,13 +362,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
     runner = serving.runner(server.app(), handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     try:
-        try:
-            url = await serving.listen(runner, arguments.host, arguments.port)
-        except OSError as error:
-            where = f"{arguments.host}:{arguments.port}"
-            why = os.strerror(error.errno or 0)  # asyncio's own text names the address again
-            raise ConfigError(f"--port: can't listen on {where}: {why}; 0 takes any free one") from None
-        process.announce_ready(arguments.ready_file, url)
+        process.announce_ready(arguments.ready_file, await serving.listen(runner, arguments.host, arguments.port))
         heartbeat.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
@@ -394,9 +385,6 @@ def main() -> int:
         return 2
     try:
         asyncio.run(_serve(arguments, engine, token))
-    except ConfigError as error:
-        logger.error("%s", error)
-        return 2
     except ArealError as error:
         logger.error("%s", error)
         return 1
