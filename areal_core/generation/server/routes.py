@@ -51,7 +51,6 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
-_COUNTERS = ("generated_tokens", "rollout_tokens", "completion_s", "idle_s", "paused_s")
 _TOGETHER_S = 0.05  # in which completions of a request that end are sent together
 _PAUSE_MODES = ("abort", "wait", "keep")
 
@@ -226,11 +225,7 @@ class GenerationServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         values = dataclasses.asdict(await self._thread.load()) | {"weight_version": self._label}
-        lines: list[str] = []
-        for name, value in values.items():
-            kind = "counter" if name in _COUNTERS else "gauge"
-            lines += [f"# TYPE areal_generation_{name} {kind}", f"areal_generation_{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n")
+        return web.Response(text="".join(f"areal_generation_{name} {value}\n" for name, value in values.items()))
 
     def _fail(self, error: BaseException) -> None:
         self.failure.set_result(error)
