@@ -9,8 +9,8 @@ import http.client
 import json
 import time
 import urllib.parse
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,8 @@ class Session:
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status, below 500, and body of a response. Raises AwayError, and ConfigError where the token is refused."""
         response = self._respond(method, path, body, {})
-        try:
+        with self._heard():
             content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._away(error) from None
         if response.status >= 500:
             raise AwayError(f"{self.url}{path}: {response.status}: {_line(content)}")
         return response.status, content
@@ -77,18 +75,14 @@ class Session:
         response = self._respond("GET", path, None, {"Range": f"bytes={start}-"} if start else {})
         if response.status in (200, 206):
             return response
-        try:
+        with self._heard():
             line = f"{self.url}{path}: {response.status}: {_line(response.read())}"
-        except (OSError, http.client.HTTPException) as error:
-            raise self._away(error) from None
         raise AwayError(line) if response.status >= 500 else StorageError(line)
 
     def read(self, response: http.client.HTTPResponse, buffer: memoryview) -> int:
         """Read some more bytes of a file into `buffer`; returns how many, 0 at the file's end. Raises AwayError."""
-        try:
+        with self._heard():
             return response.readinto(buffer)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._away(error) from None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -100,14 +94,14 @@ class Session:
         while True:
             was_open = self._connection is not None
             try:
-                connection = self._connect()
-                connection.request(method, path, body, headers | known)
-                response = connection.getresponse()
+                with self._heard():
+                    connection = self._connect()
+                    connection.request(method, path, body, headers | known)
+                    response = connection.getresponse()
                 break
-            except (OSError, http.client.HTTPException) as error:
-                away = self._away(error)
+            except AwayError:
                 if not was_open:  # else the head node may have closed it meanwhile: a new one will tell
-                    raise away from None
+                    raise
         if response.status == 401:
             raise ConfigError(f"--token-file: {self.url} refuses this token: it is not that of its run")
         return response
@@ -121,9 +115,14 @@ class Session:
             )
         return self._connection
 
-    def _away(self, error: Exception) -> AwayError:
-        self.close()
-        return AwayError(f"{self.url} does not answer: {error or type(error).__name__}")
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Raises AwayError where the head node can't be heard within, and ends the connection."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise AwayError(f"{self.url} does not answer: {error or type(error).__name__}") from None
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:

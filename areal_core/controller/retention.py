@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -59,7 +58,6 @@ class EvaluationSchedule:
 
 
 logger = logging.getLogger(__name__)
-_PAGE = re.compile(r"v(\d{6,})-[0-9a-f]{8}(?=\.)")  # of the page, the records and the table of a version
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
@@ -94,9 +92,9 @@ class Retention:
         best, keep = best_of(scored), self.config.evaluation.keep_pages
         if best is None or keep is None:
             return
-        kept = {f"v{known.version:06d}-{known.digest[:8]}" for known in (scored[0], best, *scored[-keep:])}
+        kept = {known.version for known in (scored[0], best, *scored[-keep:])}
         try:
-            await asyncio.to_thread(_delete_pages, self.pages, {known.version for known in scored}, kept)
+            await asyncio.to_thread(_delete_pages, self.pages, {known.version for known in scored} - kept)
         except OSError as error:
             logger.warning("can't delete old evaluation pages: %s; will retry", error)
 
@@ -133,7 +131,7 @@ class Retention:
         await self.payloads.keep(self.ledger.payloads.segments())
 
 
-def _delete_pages(folder: Path, scored: Collection[int], kept: Collection[str]) -> None:
-    for file in folder.glob("v*"):
-        if (name := _PAGE.match(file.name)) and int(name[1]) in scored and name[0] not in kept:
+def _delete_pages(folder: Path, versions: Collection[int]) -> None:
+    for version in versions:
+        for file in folder.glob(f"v{version:06d}-*"):
             file.unlink(missing_ok=True)

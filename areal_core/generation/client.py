@@ -236,8 +236,7 @@ class GenerationClient:
     async def close(self) -> None:
         self._doing.end()
         await self._connection.close()
-        if self._completions.requested:
-            await self._run(lambda _: self._completions.close(), lambda *_: None)
+        await self._run(lambda _: self._completions.close(), lambda *_: None)
 
     @asynccontextmanager
     async def _in_time(self, otherwise: str) -> AsyncIterator[None]:

@@ -129,11 +129,6 @@ class Completions:
         """From now on, have requests to vLLM reuse no keys and values that an earlier one has cached."""
         self._cache_salt = secrets.token_hex(8)
 
-    @property
-    def requested(self) -> bool:
-        """Whether any were."""
-        return self._connection is not None
-
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()

@@ -206,11 +206,3 @@ async def test_one_request_is_ended_by_its_id(client, server):
     await until(client, lambda load: load.generated_tokens >= before + sampled)
     await asyncio.sleep(0.3)
     assert (await client.load()).generated_tokens == before + sampled
-
-
-async def test_the_label_alone_can_be_changed(client, http):
-    response = await post(http, "/update_weight_version", {"new_version": "8"})
-    assert response == (200, {"success": True, "new_version": "8"})
-    assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
-    [sampled] = await client.complete(request())
-    assert set(sampled.versions.tolist()) == {8}

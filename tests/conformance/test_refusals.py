@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from unittest.mock import MagicMock
 
 import aiohttp
@@ -116,16 +115,6 @@ async def test_bad_requests_are_refused_by_field(server, http, case):
         assert content["choices"][0]["token_ids"]
     else:
         assert_refused(content, status, param)
-
-
-async def test_a_stream_is_vllms_alone(server, http):
-    async with http.post(GENERATE, json=body() | {"stream": True}) as response:
-        content = await response.text()
-    if server.kind == "vllm":
-        assert response.status == 200
-        assert content.startswith("data: ")
-    else:
-        assert_refused(json.loads(content), 400, "stream")
 
 
 async def test_a_body_that_is_not_json(http):

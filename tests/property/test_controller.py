@@ -119,6 +119,16 @@ async def train(
     return manifests
 
 
+async def publish_two(controller: RolloutController) -> BatchManifest:
+    """Publish the versions of the first two steps, so that groups of the next ones run; returns the second batch."""
+    for step in (1, 2):
+        manifest = await controller.batch(step, timeout_s=1000.0)
+        assert manifest is not None
+        controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
+        await asyncio.sleep(0.5)
+    return manifest
+
+
 @asynccontextmanager
 async def runs(
     controller: RolloutController, seconds: float = 0.0, reason: str | None = "steps"
@@ -386,10 +396,7 @@ def test_an_incarnation_starts_running_groups_again():
 
     async def main() -> None:
         async with runs(controller):
-            for step in (1, 2):
-                assert await controller.batch(step, timeout_s=1000.0)
-                controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
-                await asyncio.sleep(0.5)
+            await publish_two(controller)
             flying = {group.group_id for group in ledger.inflight()}
             controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
             await asyncio.sleep(5.0)
@@ -411,10 +418,7 @@ def test_a_damaged_payload_of_a_published_step_starts_running_groups_again():
 
     async def main() -> None:
         async with runs(controller):
-            for step in (1, 2):
-                manifest = await controller.batch(step, timeout_s=1000.0)
-                controller.publish(PolicyVersion(version=step, path=f"v{step}", digest=f"{step}"))
-                await asyncio.sleep(0.5)
+            manifest = await publish_two(controller)
             flying = {group.group_id for group in ledger.inflight()}
             controller.lose(manifest.groups[0].group_id)
             await asyncio.sleep(5.0)

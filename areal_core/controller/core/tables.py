@@ -232,10 +232,11 @@ CREATE INDEX IF NOT EXISTS payloads_by_segment ON payloads (segment);
 CREATE TABLE IF NOT EXISTS forgotten (one INTEGER PRIMARY KEY CHECK (one = 1), step INTEGER NOT NULL);
 INSERT OR IGNORE INTO forgotten VALUES (1, 0);
 """
+_PLACE = "segment, start, bytes, crc32"
 _PLACES_AT_ONCE = 256  # places that are read at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a payload lies."""
 
@@ -254,8 +255,8 @@ class PayloadIndex:
 
     def get(self, group_id: int) -> Place | None:
         """None where no payload of the group is kept."""
-        row = self._db.execute("SELECT * FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
-        return None if row is None else _place(row)
+        row = self._db.execute(f"SELECT {_PLACE} FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
+        return None if row is None else Place(*row)
 
     def put(self, group_id: int, place: Place) -> None:
         self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?, ?)", (group_id, *astuple(place)))
@@ -283,11 +284,10 @@ class PayloadIndex:
     def all(self) -> Iterator[tuple[int, Place]]:
         """Groups and the places of their payloads, all that are kept. What comes meanwhile is among them."""
         last = -1
-        page = "SELECT * FROM payloads WHERE group_id > ? ORDER BY group_id LIMIT ?"
+        page = f"SELECT group_id, {_PLACE} FROM payloads WHERE group_id > ? ORDER BY group_id LIMIT ?"
         while rows := self._db.execute(page, (last, _PLACES_AT_ONCE)).fetchall():
-            for row in rows:
-                yield row["group_id"], _place(row)
-            last = rows[-1]["group_id"]
+            for last, *place in rows:
+                yield last, Place(*place)
 
     def segments(self) -> set[str]:
         """Names of the segments in which a payload lies that is kept."""
@@ -298,10 +298,6 @@ class PayloadIndex:
             "SELECT name FROM names WHERE name NOT NULL"
         )
         return {row["name"] for row in rows}
-
-
-def _place(row: sqlite3.Row) -> Place:
-    return Place(segment=row["segment"], start=row["start"], bytes=row["bytes"], crc32=row["crc32"])
 
 
 _COUNTERS = """

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -52,7 +51,6 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
-_COUNTERS = ("generated_tokens", "rollout_tokens", "completion_s", "idle_s", "paused_s")
 _TOGETHER_S = 0.05  # in which completions of a request that end are sent together
 _PAUSE_MODES = ("abort", "wait", "keep")
 
@@ -227,11 +225,7 @@ class GenerationServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         values = dataclasses.asdict(await self._thread.load()) | {"weight_version": self._label}
-        lines: list[str] = []
-        for name, value in values.items():
-            kind = "counter" if name in _COUNTERS else "gauge"
-            lines += [f"# TYPE areal_generation_{name} {kind}", f"areal_generation_{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n")
+        return web.Response(text="".join(f"areal_generation_{name} {value}\n" for name, value in values.items()))
 
     def _fail(self, error: BaseException) -> None:
         self.failure.set_result(error)
@@ -337,8 +331,6 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     context = spec.context if arguments.context is None else arguments.context
     if not 2 <= context <= spec.context:
         raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
-    if arguments.slots < 1:
-        raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
     slots, version = arguments.slots, arguments.weight_version
     if arguments.emulate is not None:
         config = load_file(arguments.emulate)
@@ -365,13 +357,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
     runner = serving.runner(server.app(), handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     try:
-        try:
-            url = await serving.listen(runner, arguments.host, arguments.port)
-        except OSError as error:
-            where = f"{arguments.host}:{arguments.port}"
-            why = os.strerror(error.errno or 0)  # asyncio's own text names the address again
-            raise ConfigError(f"--port: can't listen on {where}: {why}; 0 takes any free one") from None
-        process.announce_ready(arguments.ready_file, url)
+        process.announce_ready(arguments.ready_file, await serving.listen(runner, arguments.host, arguments.port))
         heartbeat.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
@@ -394,9 +380,6 @@ def main() -> int:
         return 2
     try:
         asyncio.run(_serve(arguments, engine, token))
-    except ConfigError as error:
-        logger.error("%s", error)
-        return 2
     except ArealError as error:
         logger.error("%s", error)
         return 1

@@ -116,7 +116,7 @@ def test_card_tells_base_task_and_scores():
     card = model_card(CONFIG, SUMMARY, scored(5, 0.75))
     for told in (
         "Trained from hub:someone/small",
-        "20 steps of 512 completions of `gcd`, seed 3, 12,345 sampled tokens",
+        "20 steps of 512 completions of `gcd`, seed 3, 12,345 tokens",
         "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750.",
     ):
         assert told in card

@@ -72,17 +72,6 @@ def test_share_or_time_above_its_bound_raises_an_alert(health: Health) -> None:
     assert kinds(health) == ["stale", "no_result"]
 
 
-def test_what_is_not_to_be_looked_at() -> None:
-    bounds = ("max_train_inference_kl", "max_stale_share", "max_unscored_share", "max_step_s", "max_idle_steps")
-    health = Health(HealthConfig(**dict.fromkeys(bounds)), groups=GROUPS, steps=1)
-    health.look(
-        1, {"policy/train_inference_kl": 9.0, "staleness/groups_over_bound": GROUPS, FAILED: 99, LATE: 0, DIED: 0}
-    )
-    health.look(1, {"completion/truncated": 1.0})
-    health.wait(1, 1e9)
-    assert health.alerts == ()
-
-
 @pytest.mark.parametrize(
     ("key", "field"),
     [

@@ -178,21 +178,6 @@ async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tm
     ledger.close()
 
 
-async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
-    servers[1].label = "5"
-    await pool.join("a", servers[0].url, lambda: version(0))
-    assert servers[0].updates() == [("/resume", None)]  # it has version 0
-    await pool.join("b", servers[1].url, lambda: version(0))
-    assert servers[1].label == "0"
-    await pool.load_version(version(4))
-    async with FakeServer() as third:
-        await pool.join("c", third.url, lambda: version(4))
-        assert (third.label, pool.version) == ("4", 4)
-        updates = third.updates()
-        await pool.load_version(version(4))
-        assert third.updates() == updates
-
-
 # -- completions that were interrupted ---------------------------------------------------------------------------------
 
 
@@ -211,22 +196,6 @@ async def test_the_rest_of_interrupted_completions_goes_to_the_servers_with_the_
     assert await call == [WHOLE] * 4
     again = servers[1].requests["r-3-2"]
     assert (again["token_ids"], again["sampling_params"]["n"]) == ([2, 3, 4, 5, 6], 1)
-
-
-async def test_an_update_that_resubmits_has_every_token_under_the_version_that_sampled_it(servers):
-    pool = GenerationPool(completions_per_server=10, interruption="resubmit", patience_s=5)
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].release.clear()
-    pending = PendingCompletions(request())
-    async with servers[0].runs(finish(pool, pending)) as call:
-        await pool.load_version(version(1))
-        await servers[0].started("r-0-2")
-        await pool.load_version(version(2))
-        await servers[0].started("r-0-4")
-        assert (await pool.loads())[0].recomputed_tokens == 1 + 7  # since the last update
-    assert call.result() == [WHOLE]
-    assert join_completions(pending.completions())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
-    await pool.close()
 
 
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):

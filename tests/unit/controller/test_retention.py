@@ -60,12 +60,12 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
     recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n) for n in range(7)]
     names = {known.version: f"v{known.version:06d}-{known.digest[:8]}" for known in recorder.evaluations}
     endings = (".jsonl", ".html", ".table.json")
-    for name in (*names.values(), "v000030-ffffffff", "v000035-00000000", "notes"):  # replaced; being scored; another
+    for name in (*names.values(), "v000025-ffffffff", "v000035-00000000", "notes"):  # replaced; being scored; another
         for ending in endings:
             (tmp_path / f"{name}{ending}").touch()
     await retention({"evaluation": {"keep_pages": keep}}, recorder=recorder, pages=tmp_path).scored()
     stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
-    stay += ["v000030-ffffffff"] if keep is None else []
+    stay += ["v000025-ffffffff"] if keep != 1 else []
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
 
 

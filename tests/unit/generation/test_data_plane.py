@@ -18,7 +18,7 @@ async def plane():
     assert "data plane" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_parts_are_taken_in_order_before_the_work_ends(plane):
+async def test_parts_are_taken_in_order_before_the_work_ends_or_fails(plane):
     taken = []
 
     async def work(take):
@@ -26,21 +26,11 @@ async def test_parts_are_taken_in_order_before_the_work_ends(plane):
             take((number,), Received(b""))
             if number % 100 == 0:
                 await asyncio.sleep(0)
-
-    await plane.run(work, lambda indices, _: taken.append((indices, threading.current_thread())))
-    assert taken == [((number,), threading.main_thread()) for number in range(1000)]
-
-
-async def test_a_failure_of_the_work_comes_after_its_parts(plane):
-    taken = []
-
-    async def work(take):
-        take((0,), Received(b""))
         raise ServerLostError("gone")
 
     with pytest.raises(ServerLostError, match="gone"):
-        await plane.run(work, lambda indices, _: taken.append(indices))
-    assert taken == [(0,)]
+        await plane.run(work, lambda indices, _: taken.append((indices, threading.current_thread())))
+    assert taken == [((number,), threading.main_thread()) for number in range(1000)]
 
 
 async def test_a_failure_of_the_taker_ends_the_work(plane):

