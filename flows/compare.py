@@ -44,7 +44,6 @@ COMPARISON = "areal-comparison"  # key of an artifact
 _RETRIES = 1  # of a trial whose processes have spent their restarts; it resumes the same run
 _DELAY_S = 30.0  # before that: MLflow, without which a trial can't start, may be back
 _PROGRESS_INTERVAL_S = 2.0
-_REASONS = 3  # of failed trials, in the state of the flow run
 
 
 @flow(name="areal-compare", flow_run_name=lambda: run_title(flow_run.parameters))
@@ -219,7 +218,6 @@ def _has_ended(planned: Trial) -> bool:
 
 
 def _what_failed(trials: list[Trial], failures: Mapping[str, str]) -> str:
-    failed = [(each, failures[each.run_id]) for each in trials if each.run_id in failures]
-    named = "; ".join(f"{each.arm} seed {each.seed}: {reason}" for each, reason in failed[:_REASONS])
-    more = f"; and {len(failed) - _REASONS} more" if len(failed) > _REASONS else ""
-    return f"{len(failed)} of {len(trials)} trials failed: {named}{more}; the report tells the rest"
+    failed = [each for each in trials if each.run_id in failures]
+    named = "; ".join(f"{each.arm} seed {each.seed}: {failures[each.run_id]}" for each in failed)
+    return f"{len(failed)} of {len(trials)} trials failed: {named}; the report tells the rest"

@@ -20,9 +20,10 @@ from typing import Any
 from uuid import UUID
 
 from prefect import get_client, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
@@ -224,13 +225,9 @@ def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
     """The head node's artifacts are this flow run's, too."""
     for key in (TRACKING, SUMMARY, RESULT):
         if found := told(f"the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
-            data, text = str(found.data), found.description
-            again = (
-                partial(create_table_artifact, json.loads(data), key, text)
-                if found.type == "table"
-                else partial(create_markdown_artifact, data, key, text)
-            )
-            told(f"the artifact {key}", again, log)
+            its = found.model_dump(include={"key", "type", "data", "description"})
+            again = ArtifactCreate(**its, flow_run_id=UUID(flow_run.id))
+            told(f"the artifact {key}", partial(client.create_artifact, again), log)
 
 
 def _run_id(config: RunConfig) -> str:

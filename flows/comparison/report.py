@@ -130,10 +130,9 @@ def _notes(results: Results) -> list[str]:
 
 
 def _legend(arms: Arms, results: Results) -> str:
-    config, target = results[0].trial.config, common_target(results)
-    scored = f" Versions are scored every {config.evaluation.every} steps." if config.evaluated else ""
-    if config.evaluated and target is None:
-        scored += " No score is timed: there is no common one that training reached in every trial."
+    scored = ""
+    if results[0].trial.config.evaluated and common_target(results) is None:
+        scored = " No score is timed: there is no common one that training reached in every trial."
     return (
         f"{_reading(arms, results)} Not reached: an arm is timed only if every successful trial of it got there. Wall "
         f"time runs from the first server that takes work to the last version.{scored}"

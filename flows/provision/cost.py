@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from areal_core.errors import ConfigError
 from flows.provision.nodes import Found, Host
 
 _HOUR_S = 3600.0
@@ -58,13 +57,9 @@ class Meter:
         return sum(known) if len(known) == len(each) else None
 
     def is_over(self, budget: float | None) -> bool:
-        """Whether the budget, in dollars, is spent; without one it never is. Raises ConfigError where nobody knows."""
-        if budget is None:
-            return False
-        if (dollars := self.dollars()) is None:
-            unknown = ", ".join(role for role, cost in self.by_role().items() if cost is None)
-            raise ConfigError(f"provision.budget: needs the price of a node of every role, which {unknown} has none of")
-        return dollars >= budget
+        """Whether the budget, in dollars, is spent; without one, or where nobody knows, it never is."""
+        dollars = self.dollars()
+        return budget is not None and dollars is not None and dollars >= budget
 
     def rows(self) -> list[dict[str, Any]]:
         """A table: a row a role, and one of all where there are several."""

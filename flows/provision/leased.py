@@ -124,7 +124,7 @@ class LeasedNodes:
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
-                stop_s=_STOP_S if self._by == "flow" else None,
+                stop_s=_STOP_S if self._by == "flow" else _GRACE_S,
                 log=self._log,
             )
             stack.push(nodes.__exit__)

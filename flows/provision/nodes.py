@@ -58,18 +58,10 @@ class Nodes:
             timeout_s=busy_s,
             busy=f"run {self.run}: another command is at its nodes on this machine",
         )
-        try:
-            self.terraform = Terraform("run", self.folder, backend=where, keep=(self._lock.fd,), **options)
-        except BaseException:
-            self._lock.release()
-            raise
+        self.terraform = Terraform("run", self.folder, backend=where, keep=(self._lock.fd,), **options)
 
     def __enter__(self) -> Nodes:
-        try:
-            self.terraform.init()
-        except BaseException:
-            self._lock.release()
-            raise
+        self.terraform.init()
         return self
 
     def __exit__(self, *_: object) -> None:

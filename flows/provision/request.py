@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import getpass
-import os
 import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from areal_core.config.groups import NodesConfig, StorageConfig, shell_pairs
 from areal_core.config.schema import RunConfig
@@ -85,14 +83,10 @@ def queue(run_id: str, role: str) -> str:
 
 
 def _api_url(control: Mapping[str, Any]) -> str:
-    """Prefect's address for nodes: of what `control` has made, or the one that this process uses, unless that is this
-    machine's alone."""
-    if "prefect_api_url" in control:
-        return control["prefect_api_url"]
-    used = os.environ.get("PREFECT_API_URL", "")
-    if urlsplit(used).hostname in (None, "localhost", "127.0.0.1", "::1"):
+    """Prefect's address for nodes: of what `control` has made."""
+    if "prefect_api_url" not in control:
         raise ConfigError("provision.prefect_api_url: must be an address of Prefect's API that nodes reach")
-    return used
+    return control["prefect_api_url"]
 
 
 def _script(path: str) -> str:

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -83,17 +82,16 @@ class Terraform:
         lock_timeout_s: int | None = 30,
         log: Callable[[str], None] = print,
         remaining_s: Callable[[], float] = lambda: math.inf,
-        grace_s: float = 0.0,
-        stop_s: float | None = None,
+        grace_s: float = 60.0,
+        stop_s: float = 60.0,
         keep: Sequence[int] = (),
     ) -> None:
         """`folder` is of this process alone, and may be there from earlier; `backend` says where the state lies;
         another process that works on it is waited for, for `lock_timeout_s`; None is for those who change nothing,
-        and go beside it. What changes something may run for
-        `remaining_s` from the moment on when that is asked, at its start and by `extend`; `grace_s` before its end it
-        is asked to end in order. Where the thread that waits for it is asked to end (an exception that is no
-        Exception), it is asked, too, and killed `stop_s` later; None: not killed. While it runs it holds the
-        descriptors `keep`, whatever becomes of this process."""
+        and go beside it. What changes something may run for `remaining_s` from the moment on when that is asked, at its
+        start and by `extend`; `grace_s` before its end it is asked to end in order. Where the thread that waits for it
+        is interrupted, it is asked, too, and killed `stop_s` later. While it runs it holds the descriptors `keep`,
+        whatever becomes of this process."""
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
@@ -200,11 +198,8 @@ class Terraform:
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
-            except BaseException as error:
-                if self._stop_s is None or isinstance(error, Exception):
-                    running.send_signal(signal.SIGINT)
-                else:
-                    self._ask(self._stop_s)
+            except BaseException:
+                self._ask(self._stop_s)
                 running.stdout.read()  # to its end: it must not wait for a reader
                 running.wait()
                 raise

@@ -65,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCloud]:
     """With secrets in its parameter store."""
     with EmulatedCloud(tmp_path_factory.mktemp("cloud"), power_off_s=10.0) as running, running.inside():
-        running.boot_never(None)
+        running.have_boot(False)
         for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):
             running.client("ssm").put_parameter(Name=name, Value=value, Type="SecureString")
         yield running
@@ -104,10 +104,10 @@ def plane(
     state = tmp_path_factory.mktemp("plane")
     (state / "control").mkdir()
     shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
-    cloud.boot_never(0)
+    cloud.have_boot(True)
     with plane_on(cloud, state, infra) as running:
         yield running
-    cloud.boot_never(None)
+    cloud.have_boot(False)
 
 
 @pytest.fixture(scope="session")

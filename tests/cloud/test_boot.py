@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
 @pytest.fixture(autouse=True)
 def _machines_boot(cloud: EmulatedCloud) -> Iterator[None]:
-    cloud.boot_never(0)
+    cloud.have_boot(True)
     yield
-    cloud.boot_never(None)
+    cloud.have_boot(False)
 
 
 def booted(cloud: EmulatedCloud, old: str = "", new: str = "") -> str:

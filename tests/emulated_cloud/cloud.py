@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from flows.stack import ROOT
 from tests.emulated_cloud import init
@@ -149,9 +148,9 @@ class EmulatedCloud(Cloud):
         with namespaces.entered(self.control_host):
             yield
 
-    def boot_never(self, count: int | None = 1) -> None:
-        """The next `count` machines (None: all) run nothing: they are on the network, and that is all."""
-        self._ask("boot_never", count=count)
+    def have_boot(self, boots: bool) -> None:
+        """Whether machines run anything from now on: else they are on the network, and that is all."""
+        self._ask("have_boot", boots=boots)
 
     def reclaim(self, instance: str, notice_s: float = 120.0) -> None:
         """The machine's metadata tells of its end, which comes after `notice_s`."""
@@ -180,10 +179,6 @@ class EmulatedCloud(Cloud):
         """What its user data has said, and its first process."""
         file = self.folder / "logs" / f"{instance}.log"
         return file.read_text(errors="replace") if file.exists() else ""
-
-    def machine_pids(self, instance: str) -> list[int]:
-        """The processes of a machine but its first one, as this host numbers them."""
-        return [each.pid for each in psutil.Process(self.running()[instance]).children(recursive=True)]
 
     def run_in(self, instance: str, *argv: object, timeout_s: float = 60.0) -> str:
         """The output of a command on a machine. AssertionError with all that it said if it fails."""

@@ -54,7 +54,7 @@ class Daemon:
         )
         self._ec2 = moto.client("ec2")
         self._machines: dict[str, Machine] = {}
-        self._never: int | None = 0  # machines that run nothing: the next ones; None: all
+        self._boots = True  # machines that come run something
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._stop = asyncio.Event()
@@ -116,16 +116,10 @@ class Daemon:
     def _add(self, described: Mapping[str, Any]) -> None:
         machine = Machine(self._site, len(self._machines), described, self._has_ended)
         self._machines[machine.instance] = machine
-        self._spawn(self._boot(machine, never=self._next_never()))
+        self._spawn(self._boot(machine, boots=self._boots))
 
-    def _next_never(self) -> bool:
-        if self._never:
-            self._never -= 1
-            return True
-        return self._never is None
-
-    async def _boot(self, machine: Machine, *, never: bool) -> None:
-        user_data = None if never else await asyncio.to_thread(self._user_data, machine.instance)
+    async def _boot(self, machine: Machine, *, boots: bool) -> None:
+        user_data = await asyncio.to_thread(self._user_data, machine.instance) if boots else None
         if machine.why is None:
             try:
                 await machine.start(user_data)
@@ -182,7 +176,7 @@ class Daemon:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         asked: dict[str, Callable[..., Any]] = {
-            "boot_never": self._boot_never,
+            "have_boot": self._have_boot,
             "machines": self._tell,
             "reclaim": self._reclaim,
         }
@@ -194,8 +188,8 @@ class Daemon:
     def _tell(self) -> dict[str, int]:
         return {instance: pid for instance, machine in self._machines.items() if (pid := machine.pid) is not None}
 
-    def _boot_never(self, count: int | None) -> None:
-        self._never = count
+    def _have_boot(self, boots: bool) -> None:
+        self._boots = boots
 
     def _reclaim(self, instance: str, notice_s: float) -> None:
         machine = self._machines[instance]

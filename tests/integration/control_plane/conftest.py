@@ -9,7 +9,6 @@ import pytest
 from tests.support.stack import Up, brought_up
 
 _SETTINGS = {
-    "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",  # looks for new schedules
     "MLFLOW_RUN_ID": "0" * 32,  # of a user's own run, which no run of ours may use
 }
 

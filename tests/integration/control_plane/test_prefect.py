@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,22 +14,20 @@ from uuid import UUID
 import httpx
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling
 
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows.stack import ROOT
-from flows.worker import make_automations, make_schedules
+from flows.worker import make_schedules
 from tests.support.control import emulated, environment, processes_of, run_python
 from tests.support.stack import Up, brought_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 DEPLOYMENT = "areal/train"
-_DUE_S = 6.0  # until the first run of a schedule; the server looks for new schedules every 2 s here
 
 
 def test_deployment_has_a_form_a_pool_and_a_schedule_that_sleeps(up: Up) -> None:
@@ -149,37 +146,6 @@ def test_interrupted_train_saves_its_step_and_ends_the_servers_that_it_started(t
     assert saved.step == published.version
 
 
-def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
-    due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
-    hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
-    parameters = {"experiment": "cpu-async", "steps": 10_000, "overrides": emulated(up.state)}
-    paused = {"schedule": hourly, "active": False, "parameters": parameters}
-    schedules = f"/deployments/{up.deployment(DEPLOYMENT).id}/schedules"
-    (schedule,) = up.call("POST", schedules, [paused])
-    path = f"{schedules}/{schedule['id']}"
-    assert up.scheduled(DEPLOYMENT) == []
-    up.call("PATCH", path, {"active": True, "parameters": parameters})  # what isn't named is emptied
-    first = up.until("runs are scheduled", lambda: up.scheduled(DEPLOYMENT))[0]
-    assert first.auto_scheduled
-    assert first.created_by is not None
-    assert (first.created_by.type, first.created_by.id) == ("SCHEDULE", UUID(schedule["id"]))
-    flow_run = up.wait(first.id, "Running")
-    assert flow_run.expected_start_time == due
-
-    def those_to_come_are_gone() -> bool:
-        """The server's look for due schedules, when one was under way, makes some once more."""
-        up.call("PATCH", path, {"active": False})
-        return [run.id for run in up.scheduled(DEPLOYMENT)] == [first.id]
-
-    up.until("the schedule sleeps", those_to_come_are_gone)
-    assert [schedule.active for schedule in up.deployment(DEPLOYMENT).schedules] == [False, False]
-    pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
-    up.client.set_flow_run_state(flow_run.id, Cancelling())
-    up.wait(flow_run.id, "Cancelled")
-    assert pids
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
 def test_run_started_on_the_page_with_a_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
     asked = {
         "parameters": {"experiment": "cpu-async", "overrides": ["training.stepz=3"]},
@@ -242,14 +208,3 @@ def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> N
         found = {schedule.slug: schedule.active for schedule in up.deployment(DEPLOYMENT).schedules}
         assert found == {"nightly": True, None: False}
         assert up.deployment("areal-compare/compare").paused
-
-
-def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:
-    async def paused() -> list[bool]:
-        async with PrefectClient(up.told["prefect_api"]) as client:
-            (known,) = await client.read_automations_by_name("areal: stale")
-            await client.pause_automation(known.id)
-            await make_automations(client)
-            return [one.enabled for one in await client.read_automations_by_name("areal: stale")]
-
-    assert asyncio.run(paused()) == [False]

@@ -87,24 +87,6 @@ def test_the_papers_arms_match(experiment: str) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("weak", "said"),
-    [
-        (
-            "training.ranks=96 training.hosts=12",
-            "arms.sync: training.ranks must be launch.devices (192) in a synchronous reference, so that every device "
-            "trains, got 96",
-        ),
-        ("evaluation.samples=8", "arms.async: evaluation.samples must be the same in every arm, got 32, sync has 8"),
-    ],
-)
-def test_an_arm_over_its_own_experiment_is_held_to_the_same(weak: str, said: str) -> None:
-    arms = {"sync": ["experiment=paper-7b-math-sync", *weak.split()], "async": []}
-    with pytest.raises(ConfigError) as caught:
-        plan_trials("paper", "paper-7b-math", arms, [1], FILES)
-    assert str(caught.value).startswith(said)
-
-
 def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
     crowded = _config(generation__servers=2, training__ranks=2)  # confined to two cores, whatever it starts
     check_matched({"sync": _config(mode="sync"), "crowded": crowded})

@@ -16,7 +16,6 @@ from flows.comparison.measures import (
     common_target,
     effect_of,
     measures,
-    succeeded,
     time_to_score,
     unreached,
     values_by_seed,
@@ -62,15 +61,6 @@ def test_target_is_the_highest_that_every_trial_reached_by_training() -> None:
     assert common_target([_scored("a", 1, 0.96), _scored("a", 2, 0.4)]) is None
     assert common_target([_scored("a", 1, 0.8, base=0.76)]) is None
     assert common_target([failed(_trial(), "dead")]) is None
-
-
-def test_values_are_those_of_successful_trials_that_have_one() -> None:
-    results = [made_up(_trial(seed=1)), failed(_trial(seed=2), "dead"), _result(_trial(seed=3))]
-    results.append(dataclasses.replace(made_up(_trial("async")), curves={"time/step_s": [(1, float("nan"))]}))
-    assert [r.trial.seed for r in succeeded(results, "sync")] == [1, 3]
-    rows = {row.name: row for row in measures(results)}
-    assert values_by_seed(rows["wall time"], results, "sync") == {1: 25.0, 3: 25.0}
-    assert values_by_seed(rows["trainer waits"], results, "sync") == {1: pytest.approx(30.0)}
 
 
 def test_emulated_and_unscored_runs_have_no_scores() -> None:

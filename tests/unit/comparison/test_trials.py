@@ -140,15 +140,6 @@ def test_parent_is_opened_once_and_found_again_with_what_was_added(tmp_path: Pat
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
-def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
-    _remembered(tmp_path).parent.mkdir(parents=True)
-    _remembered(tmp_path).write_text(json.dumps({"uri": "http://127.0.0.1:1", "run_id": "0" * 32}))
-    parent = _open(tmp_path)
-    assert parent is not None
-    assert parent.run_id != "0" * 32
-    assert json.loads(_remembered(tmp_path).read_text())["run_id"] == parent.run_id
-
-
 def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
     assert _open(tmp_path, ["tracking=off"]) is None
     assert not _remembered(tmp_path).exists()

@@ -178,14 +178,9 @@ def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:
         ({"arm": ["a: mode=sync", "a : mode=async"]}, "arm: a is there twice"),
         ({"arm": ["a: mode='sync", "b:"]}, 'arm: "a: mode=\'sync": No closing quotation'),
         ({"arm": ["a: mode=sync", "b: rollout.max_stalenes=1"]}, r"arms\.b: rollout\.max_stalenes: no such field"),
-        ({"arm": ["a: mode=sync"]}, "arms: must be at least 2, got 1"),
         ({"seeds": "1,x"}, "seeds: must be whole numbers, as in 1,2,3, got 'x'"),
         ({"seeds": ""}, "seeds: must be whole numbers, as in 1,2,3, got ''"),
-        ({"seeds": "1 1"}, "seeds: must be distinct"),
-        ({"experiment": "cpu-asinc"}, "experiment: must be one of"),
-        ({"overrides": ["training.stepz=3"]}, r"training\.stepz: no such field"),
         ({"name": "a/b"}, "comparison: a name must be letters"),
-        ({"name": "x" * 300}, "comparison: a name must have at most 60 characters, got 300: x"),
     ],
 )
 def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:

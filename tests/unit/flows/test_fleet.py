@@ -148,9 +148,9 @@ def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again
         cloud.up()
         fleet.look()
         assert all_run(fleet)
-        cloud.becomes("trainer-0", Stage.DONE)
+        cloud.becomes("trainer-0", stage_at_end := Stage.DONE if name == "trainer-0" else Stage.CANCELLED)
         fleet.look()
-        assert fleet.over
+        assert (fleet.over, fleet.cancelled) == (stage_at_end is Stage.DONE, stage_at_end is Stage.CANCELLED)
 
 
 def test_silent_node_loses_its_share(cloud: Cloud) -> None:
@@ -256,14 +256,6 @@ def test_head_node_that_fails_again_and_again_or_is_refused_is_the_end(
         cloud.becomes("trainer-0", stage, message)
         with pytest.raises(type(error), match=str(error)):
             fleet.look()
-
-
-def test_run_is_cancelled_with_its_head_node(cloud: Cloud) -> None:
-    with fleet_of(cloud) as fleet:
-        cloud.becomes("trainer-0", Stage.CANCELLED)
-        fleet.look()
-        assert fleet.cancelled
-    assert cloud.replaced == []
 
 
 def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:

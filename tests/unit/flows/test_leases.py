@@ -102,19 +102,6 @@ def test_one_that_was_given_back_is_anybody_s(leases: Leases, tmp_path: Path) ->
     second.renew()
 
 
-def test_one_that_was_put_down_is_over_at_once_unless_it_is_kept(leases: Leases, time: Time) -> None:
-    acquire(leases).put_down()
-    assert leases.is_over(read(leases))
-    acquire(leases, "b", by="command", kept_until=time.now + 1000.0).put_down()
-    assert not leases.is_over(read(leases))
-    with pytest.raises(HeldError, match=r"keeps its nodes by hand until .*; `make nodes ACTION=destroy` ends them$"):
-        acquire(leases)
-    acquire(leases, "c", by="command", kept_until=time.now + 1000.0).put_down()
-    time.now += 1000.0 + MARGIN_S + 0.1
-    assert leases.is_over(read(leases))
-    acquire(leases)
-
-
 def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, time: Time) -> None:
     first = acquire(leases)
     with pytest.raises(HeldError, match=rf"^run {RUN}: a@example\.org has its nodes until "):
@@ -165,11 +152,6 @@ def test_a_write_whose_answer_was_lost_is_one_s_own(leases: Leases, monkeypatch:
         put(name, data, mark)
         raise StorageError("no answer")
 
-    monkeypatch.setattr(leases.storage, "put_over", unanswered)
-    with pytest.raises(StorageError):
-        held.renew()
-    monkeypatch.undo()
-    held.renew()
     monkeypatch.setattr(leases.storage, "put_over", unanswered)
     with pytest.raises(StorageError):
         held.put_down()

@@ -129,7 +129,6 @@ def test_every_secret_is_read_and_absent_ones_are_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"prefect": {"api_url": "u"}}, "Object missing required field `work_pool` - at `$.prefect`"),
         ({"rolle": "trainer"}, "Object contains unknown field `rolle`"),
     ],
 )

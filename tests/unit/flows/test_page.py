@@ -47,15 +47,6 @@ def test_progress_is_shown_when_the_server_is_there(client: MagicMock) -> None:
     assert (updated.data, updated.description) == (30.0, "30 percent")
 
 
-def test_link_that_the_server_does_not_take_fails_nothing(client: MagicMock) -> None:
-    client.create_artifact.side_effect = [_AWAY, None]
-    with Progress("areal-progress") as progress:
-        for _ in range(2):
-            progress.link("areal-tracking", "http://mlflow", "MLflow")
-    made = client.create_artifact.call_args.args[0]
-    assert (made.key, made.type, made.data) == ("areal-tracking", "markdown", "[MLflow](http://mlflow)")
-
-
 def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_AGAIN_S", 0.0)
     said = list[str]()

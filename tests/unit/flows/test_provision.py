@@ -121,7 +121,7 @@ def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path:
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         root.apply(plan)
-    assert note.read_text() == "SIGINT"  # and it was waited for
+    assert note.read_text() == "SIGTERM"  # and it was waited for
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -78,8 +78,7 @@ def test_gpus_of_nodes_are_servers_and_ranks() -> None:
     assert (became.launch.devices, became.launch.devices_per_host) == (40, 8)
 
 
-def test_what_only_control_or_a_file_can_tell_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+def test_what_only_control_or_a_file_can_tell_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^provision\.prefect_api_url: must be an address of Prefect's API"):
         variables(config(), "run-1", {"foundation": CONTROL["foundation"]}, NOW)
     with pytest.raises(ConfigError, match=r"^provision\.install: can't read /none: No such file"):

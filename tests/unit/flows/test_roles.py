@@ -1,15 +1,9 @@
 """The result says what came of the run and where everything is."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock, call
-
-import pytest
 
 from areal_core.config.schema import RunConfig
 from areal_core.storage.rundir import RunInfo
-from flows import roles
 from flows.comparison.design import Trial
 from flows.roles import result_markdown, result_rows, tracking_page
 from tests.support.comparison import made_up
@@ -68,12 +62,3 @@ def test_absent_figures_are_shown_as_dashes() -> None:
     }
     assert {row["what"]: row["value"] for row in rows}.items() >= expected.items()
     assert tracking_page(database) is None
-
-
-def test_link_to_mlflow_is_shown_by_the_quick_client_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "prepare", lambda *_: SimpleNamespace(info=lambda: _INFO))
-    monkeypatch.setattr(roles, "create_markdown_artifact", MagicMock(side_effect=AssertionError))
-    progress: Any = MagicMock()
-    roles.opened(_TRIAL.config, "r-1", progress)
-    text = "The run in MLflow, while it goes on"
-    assert progress.link.call_args_list == [call("areal-tracking", tracking_page(_INFO), text)]

@@ -144,15 +144,3 @@ def test_leaving_ends_every_process_of_every_service(tmp_path: Path) -> None:
         pidfd = os.pidfd_open(int(family.process.log.path.read_text()))
     assert select.select([pidfd], [], [], 10)[0], "the child outlived the stack"
     os.close(pidfd)
-
-
-@pytest.mark.parametrize("arguments", [[], ["up", "foo"], ["over"]])
-def test_wrong_arguments_are_refused_in_one_line(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["stack", *arguments])
-    monkeypatch.setattr(stack, "_up", lambda: pytest.fail("it started"))
-    assert stack.main() == 2
-    said = capsys.readouterr()
-    assert re.fullmatch(r"areal: error: .+; see python -m flows\.stack( \w+)? --help\n", said.err)
-    assert said.out == ""
