@@ -73,7 +73,9 @@ def test_turns_that_end_on_another_token_are_told(chat: dict[str, Any]) -> None:
 @pytest.mark.parametrize("field", ["path", "held_out_path"])
 def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: str) -> None:
     Path(chat["task"][field]).write_text(json.dumps({"question": f"<tool> {field}", "answer": "2"}))
-    said = rf"^task\.{field}: .*{field}\.jsonl: .*; line 1: the model's tokenizer gives token 259 \('<tool>'\) .* is 259"
+    said = (
+        rf"^task\.{field}: .*{field}\.jsonl: .*; line 1: the model's tokenizer gives token 259 \('<tool>'\) .* is 259"
+    )
     fails(ConfigError, said, load(chat))
 
 
