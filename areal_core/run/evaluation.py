@@ -115,15 +115,18 @@ async def _evaluated(
 ) -> list[Result]:
     run.forget_ready()
     results: list[Result] = []
-    servers = _Servers(run, log)
+    stop, servers = StopSignal(), None  # started at the first work
     try:
         for benchmark in benchmarks:
             with RecordFile(run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
-                if len(records.records) < len(benchmark.problems):
-                    await servers.complete(records, benchmark, tokenizer, on_progress)
+                if len(records) < len(benchmark.problems):
+                    servers = servers or asyncio.ensure_future(asyncio.to_thread(_supervise, run, stop, log))
+                    await _complete(run, servers, records, benchmark, tokenizer, on_progress)
                 results.append(_result(run, benchmark, records, reference))
     finally:
-        await servers.end()
+        stop.set()
+        if servers is not None:
+            await asyncio.wait([servers])
     return results
 
 
@@ -158,50 +161,42 @@ def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', model)[:100].strip('-') or 'model'}-{digest[:8]}"
 
 
-class _Servers:
-    """The generation servers of one evaluation, started at the first work."""
+async def _complete(
+    run: RunDir,
+    supervised: asyncio.Future[None],
+    records: RecordFile,
+    benchmark: Benchmark,
+    tokenizer: Tokenizer,
+    on_progress: Progress,
+) -> None:
+    """Have all servers work until every problem has its records. Raises what ends that, or the servers."""
+    config, model_path = benchmark.config, run.info().model_path
+    judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
+    collector = Collector(
+        benchmark,
+        records,
+        tokenizer,
+        judges,
+        stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
+        on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
+    )
+    count, completions = run.config().generation_servers, config.completions_per_server
+    servers = OwnServers(run, config, role="generation", count=count, completions=completions)
+    working = asyncio.ensure_future(servers.work_on(collector, base_version(model_path)))
+    try:
+        await asyncio.wait((working, supervised), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            supervised.result()
+        await working
+        await collector.finished()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await judges.close()
 
-    def __init__(self, run: RunDir, log: Log) -> None:
-        self._run, self._log = run, log
-        self._stop = StopSignal()
-        self._running: asyncio.Future[None] | None = None  # ends where the servers have failed
 
-    async def end(self) -> None:
-        self._stop.set()
-        if self._running is not None:
-            await asyncio.wait([self._running])
-
-    async def complete(
-        self, records: RecordFile, benchmark: Benchmark, tokenizer: Tokenizer, on_progress: Progress
-    ) -> None:
-        """Have all servers work until every problem has its records. Raises what ends that, or the servers."""
-        config, model_path = benchmark.config, self._run.info().model_path
-        judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
-        collector = Collector(
-            benchmark,
-            records,
-            tokenizer,
-            judges,
-            stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
-            on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
-        )
-        count, completions = self._run.config().generation_servers, config.completions_per_server
-        servers = OwnServers(self._run, config, role="generation", count=count, completions=completions)
-        self._running = self._running or asyncio.ensure_future(asyncio.to_thread(self._supervise))
-        working = asyncio.ensure_future(servers.work_on(collector, base_version(model_path)))
-        try:
-            await asyncio.wait((working, self._running), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                self._running.result()
-            await working
-            await collector.finished()
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-            await judges.close()
-
-    def _supervise(self) -> None:
-        """In a thread that lives until the end of the event loop: the servers end with it."""
-        config = self._run.config()
-        spec = role_specs(self._run, config, sorted(os.sched_getaffinity(0)))["generation"]
-        Supervisor(self._run, spec, config.launch, stop=self._stop, log=self._log).run()
+def _supervise(run: RunDir, stop: StopSignal, log: Log) -> None:
+    """In a thread that lives until the end of the event loop: the servers end with it."""
+    config = run.config()
+    spec = role_specs(run, config, sorted(os.sched_getaffinity(0)))["generation"]
+    Supervisor(run, spec, config.launch, stop=stop, log=log).run()

@@ -59,10 +59,11 @@ def test_turns_that_end_on_another_token_are_told(chat: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("field", ["path", "held_out_path"])
 def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: str) -> None:
-    with Path(chat["task"][field]).open("a") as file:
-        file.write(json.dumps({"question": f"<tool> {field}", "answer": "2"}) + "\n")
-    said = rf"^task\.{field}: .*{field}\.jsonl, line 2: the model's tokenizer gives token 259 \('<tool>'\) .* is 259: "
-    fails(ConfigError, said, changed(chat, task={"bad_rows": "refuse"}))
+    Path(chat["task"][field]).write_text(json.dumps({"question": f"<tool> {field}", "answer": "2"}))
+    said = (
+        rf"^task\.{field}: .*{field}\.jsonl: .*; line 1: the model's tokenizer gives token 259 \('<tool>'\) .* is 259"
+    )
+    fails(ConfigError, said, load(chat))
 
 
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
