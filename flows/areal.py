@@ -60,7 +60,7 @@ def areal(
         steps: Training steps; each makes one policy version.
         stop_at_score: Stop once the accuracy on held-out prompts has reached this share, 0 to 1.
         stop_after_minutes: Stop after so many minutes of training.
-        provision: Where it runs: on this machine (local), or on nodes that are made (aws).
+        provision: Where it runs: on this machine (local), on given hosts (static), or on nodes that are made (aws).
         overrides: Any other setting, one a line, as training.learning_rate=1e-4.
     """
     tie_to_worker()

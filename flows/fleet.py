@@ -101,13 +101,13 @@ class Fleet:
         config: ProvisionConfig,
         hosts: Iterable[Host],
         work: Work,
-        supply: LeasedNodes,
+        supply: LeasedNodes | None,
         *,
         restarts: int,
         log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`restarts` of a share that fails."""
+        """`supply` None: nodes are given, and none is replaced; `restarts` of a share that fails."""
         self.config, self._work, self._supply, self._restarts = config, work, supply, restarts
         self._log, self._clock = log, clock
         self._born: dict[str, float] = {}  # when nodes were first known, by their ids
@@ -240,24 +240,27 @@ class Fleet:
         host = next((host for host in self.hosts if host.id == share.seen.node), None)
         if host is not None:
             self._mark(host, why)
+        elif share.role == "trainer" or self._supply is None:
+            self._give_up(share, why)  # nobody knows where it was: a host that was given
         else:
             self._give(share)  # its node is another one by now
 
     def _mark(self, host: Host, why: str) -> None:
-        if self._replacements > 0:
+        if self._supply is not None and self._replacements > 0:
             self._replacements -= 1
             self._bad[host.name] = why
             return
-        spent = f"; provision.replacements ({self.config.replacements}) are spent"
+        budget = "" if self._supply is None else f"; provision.replacements ({self.config.replacements}) are spent"
         for share in self.shares:
             if share.seen.node == host.id:
-                self._give_up(share, why + spent)
+                self._give_up(share, why + budget)
 
     def _replace(self) -> None:
         if self._replacing is not None and self._replacing.done():
             self._take_replaced(self._replacing)
             self._replacing = None
         if self._bad and self._replacing is None and self._clock() >= self._not_before:
+            assert self._supply is not None
             self._replaced, self._bad = self._bad, {}
             self._log(f"replacing {', '.join(self._replaced)}")
             self._replacing = self._thread.submit(self._supply.replace, [*self._replaced])

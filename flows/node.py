@@ -1,9 +1,10 @@
 """`python -m flows.node FILE`: the Prefect worker of a node that was provisioned.
 
 FILE names the run, the node's role, the work queue of its share, and the secrets that the share needs. The node's user
-data writes it (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`). This process reads the secrets from the cloud's
-parameter store into its environment, which only processes of the same user can see. Then it becomes the worker. If FILE
-or a secret is wrong, it ends with one line, and its starter tries again.
+data writes it (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`). With `provision=static` you write it yourself.
+This process reads the secrets from the cloud's parameter store into its environment, which only processes of the same
+user can see. Then it becomes the worker. If FILE or a secret is wrong, it ends with one line, and its starter tries
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Prefect(msgspec.Struct, forbid_unknown_fields=True):
 class Node(msgspec.Struct, forbid_unknown_fields=True):
     """What a node is told when it boots. None of it is secret."""
 
-    run: str
+    run: str  # `static` for a host of no run's own
     role: str
     prefect: Prefect
     region: str = ""

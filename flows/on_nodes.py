@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ConfigError, TrackingError
+from areal_core.errors import ConfigError, ProvisionError, TrackingError
 from areal_core.run.launcher import summary_of
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
@@ -68,10 +68,10 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
         _leased(on_nodes, run_id, control, log) as nodes,
     ):
         progress.show(0.0, "provisioning nodes")
+        shares = partial(Shares, client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
         try:
-            hosts = provision(nodes)
-            shares = Shares(client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
-            with _given_out(on_nodes, hosts, shares, nodes, log) as fleet:
+            hosts = provision(nodes, on_nodes, shares)
+            with _given_out(on_nodes, hosts, shares(), nodes, log) as fleet:
                 _watch(fleet, nodes, progress, client, Alerts(run_id))
             _take_over(client, fleet.leading.id, log)
         except Exception:
@@ -81,7 +81,8 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
         its = on_nodes.storage
         store = Storage.open(f"{its.url.rstrip('/')}/runs/{run_id}", its.endpoint_url, its.patience_s)
         summary = summary_of(store.get_bytes("summary.json").decode())
-        bill(nodes.spent(), summary, store)
+        if nodes is not None:
+            bill(nodes.spent(), summary, store)
     return summary
 
 
@@ -89,17 +90,20 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
 
 
 @task(cache_policy=NO_CACHE)
-def provision(nodes: LeasedNodes) -> list[Host]:
-    """Have the nodes made, as the plan says that becomes an artifact."""
-    hosts = nodes.make(_show_plan)
+def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[], Shares]) -> list[Host]:
+    """Have the nodes made, as the plan says that becomes an artifact; or find the hosts that are given."""
+    hosts = _given(config, shares()) if nodes is None else nodes.make(_show_plan)
     get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
     return hosts
 
 
 @task(cache_policy=NO_CACHE)
-def teardown(nodes: LeasedNodes) -> None:
+def teardown(nodes: LeasedNodes | None) -> None:
     """End the nodes. What can't be ended now, the reaper ends."""
-    nodes.end(_show_plan)
+    if nodes is None:
+        get_run_logger().info("hosts that are given stay")
+    else:
+        nodes.end(_show_plan)
 
 
 @task(cache_policy=NO_CACHE)
@@ -143,10 +147,30 @@ def _show_plan(plan: Plan) -> None:
 # ---- inside ----
 
 
-def _leased(config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log) -> LeasedNodes:
+def _leased(
+    config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log
+) -> AbstractContextManager[LeasedNodes | None]:
+    """The nodes that the run has made; None where hosts are given, of which nothing is made, replaced or ended."""
+    its = config.provision
+    if its.kind == "static":
+        return nullcontext()
     request = variables(config, run_id, control, datetime.now(UTC))
-    prices = {role: config.provision.dollars(nodes) for role, nodes in by_role(config).items()}
-    return LeasedNodes(request, STATE, length_s=config.provision.lease_s, prices=prices, log=log)
+    prices = {role: its.dollars(nodes) for role, nodes in by_role(config).items()}
+    return LeasedNodes(request, STATE, length_s=its.lease_s, prices=prices, log=log)
+
+
+def _given(config: RunConfig, shares: Shares) -> list[Host]:
+    """Raises ProvisionError where fewer hosts serve the queue of a role than the run has nodes of it."""
+    hosts: list[Host] = []
+    for role, nodes in by_role(config).items():
+        there = shares.hosts(role)
+        if len(there) < nodes.count:
+            raise ProvisionError(
+                f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
+                f"{config.provision.work_pool}, there are {len(there)}"
+            )
+        hosts += there[: nodes.count]
+    return hosts
 
 
 @contextmanager
@@ -164,7 +188,9 @@ def _reaped_where_cancelled() -> Iterator[None]:
 
 
 @contextmanager
-def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, nodes: LeasedNodes, log: Log) -> Iterator[Fleet]:
+def _given_out(
+    config: RunConfig, hosts: list[Host], shares: Shares, nodes: LeasedNodes | None, log: Log
+) -> Iterator[Fleet]:
     """The shares of the run, which all have ended in the end."""
     with Fleet(config.provision, hosts, shares, nodes, restarts=config.launch.restarts, log=log) as fleet:
         try:
@@ -174,7 +200,8 @@ def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, nodes: Leas
                 if not isinstance(error, LeaseLostError):  # else they are somebody else's, as the nodes are
                     _end(shares, log)
             else:
-                nodes.hand_over()  # first, as Prefect may be away
+                if nodes is not None:
+                    nodes.hand_over()  # first, as Prefect may be away
                 with seen_where_it_answers():
                     shares.stop()
             raise
@@ -192,15 +219,18 @@ def _end(shares: Shares, log: Log) -> None:
     told("that nothing of the run is given out any more", shares.close, log)
 
 
-def _watch(fleet: Fleet, nodes: LeasedNodes, progress: Progress, client: SyncPrefectClient, alerts: Alerts) -> None:
+def _watch(
+    fleet: Fleet, nodes: LeasedNodes | None, progress: Progress, client: SyncPrefectClient, alerts: Alerts
+) -> None:
     """Look after nodes and shares until the run has ended in order."""
     while not fleet.over:
         time.sleep(_LOOK_S)
-        nodes.check()
+        if nodes is not None:
+            nodes.check()
         with seen_where_it_answers():
             fleet.look()
             _show_progress(fleet, progress, client)
-            if (spent := nodes.spent()).is_over(fleet.config.budget):
+            if nodes is not None and (spent := nodes.spent()).is_over(fleet.config.budget):
                 mark(client, fleet.leading.id, f"{FINISH}budget")
                 alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
         if fleet.cancelled or progress.cancelled_unheard():

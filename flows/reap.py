@@ -10,6 +10,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ArealError
 from flows.page import tie_to_worker, told
 from flows.provision.reaper import reaper_of
@@ -33,7 +34,7 @@ def areal_reap(store: str | None = None) -> State:
 
     def forget_run(run: str) -> None:
         with get_client(sync_client=True) as client:
-            told(f"that run {run} is over", partial(forget, client, run), log.warning)
+            told(f"that run {run} is over", partial(forget, client, run, ProvisionConfig.work_pool), log.warning)
 
     try:
         reaper = reaper_of(STATE, store, log.info, forget_run)

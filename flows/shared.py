@@ -38,7 +38,7 @@ HOPELESS = (  # the same again would end the same
 # Parameters, as Prefect's form shows and bounds them.
 Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]
 Mode = Literal["async", "sync"]
-Provision = Literal["local", "aws"]
+Provision = Literal["local", "static", "aws"]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

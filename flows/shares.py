@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,13 +35,15 @@ from prefect.states import Cancelled, Cancelling, Crashed
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProvisionError
 from flows.fleet import Seen, Stage
-from flows.provision.request import NODES_POOL, ROLES, by_role, queue
+from flows.provision.nodes import Host
+from flows.provision.request import ROLES, by_role, queue
 
 DEPLOYMENT = "areal-node/node"
 REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
 NODE = "node:"  # and its id
 FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why
 _BLOCK = "secret"  # type of the block
+STATIC = "static"  # the run of hosts that are given
 RECLAIMED, BAD_NODE, REFUSED = "Reclaimed", "BadNode", "Refused"  # names of final states
 
 _BY_NAME = {RECLAIMED: Stage.RECLAIMED, BAD_NODE: Stage.BAD_NODE, REFUSED: Stage.REFUSED}
@@ -69,6 +71,7 @@ class Shares:
         """`parameters` are what every share of the run has in common. Raises ProvisionError where the deployment or the
         work pool is not there."""
         self._client, self._config, self._run, self._parameters = client, config, run_id, parameters
+        self._pool = config.provision.work_pool
         try:
             self._deployment = client.read_deployment_by_name(DEPLOYMENT).id
         except ObjectNotFound:
@@ -76,9 +79,9 @@ class Shares:
         for role in by_role(config):
             try:
                 with suppress(ObjectAlreadyExists):
-                    client.create_work_queue(queue(run_id, role), work_pool_name=NODES_POOL)
+                    client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
-                raise ProvisionError(f"Prefect has no work pool {NODES_POOL}: `prefect deploy --all`") from None
+                raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
         left = _unfinished(client, run_id)  # those of a flow that was killed go on
         self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
@@ -89,7 +92,7 @@ class Shares:
             self._deployment,
             name=f"{self._run} {role}-{index}",
             parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
-            work_queue_name=queue(self._run, role),
+            work_queue_name=queue(self._config, self._run, role),
             tags=[f"run:{self._run}"],
             job_variables={"working_dir": self._config.provision.software},
             idempotency_key=uuid4().hex,
@@ -104,15 +107,23 @@ class Shares:
         self._client.set_flow_run_state(UUID(share), Crashed(message=reason), force=True)
 
     def silent_s(self) -> dict[str, float]:
-        """For how long the worker of each node has been silent."""
-        now, silent_s = datetime.now(UTC), dict[str, float]()
-        prefixes = [f"{self._run}-{role}-" for role in by_role(self._config)]
-        for worker in self._client.read_workers_for_work_pool(NODES_POOL):
-            prefix = next((prefix for prefix in prefixes if worker.name.startswith(prefix)), None)
-            if prefix is not None and worker.last_heartbeat_time is not None:
-                seconds = (now - worker.last_heartbeat_time).total_seconds()
-                silent_s[worker.name.removeprefix(prefix)] = max(0.0, seconds)
-        return silent_s
+        return {node: silent for role in by_role(self._config) for node, silent in self._workers(role)}
+
+    def hosts(self, role: str) -> list[Host]:
+        """Hosts that are there and serve the queue of a role. They have no names but what they have of each other."""
+        near = [node for node, silent in self._workers(role) if silent < self._config.provision.lost_s]
+        return [
+            Host(name=f"{role}-{index}", role=role, address="", id=node, type="", spot=False)
+            for index, node in enumerate(sorted(near))
+        ]
+
+    def _workers(self, role: str) -> Iterator[tuple[str, float]]:
+        """The node of each worker of a role, and for how many seconds it has been silent."""
+        now, own = datetime.now(UTC), STATIC if self._config.provision.kind == "static" else self._run
+        for worker in self._client.read_workers_for_work_pool(self._pool):
+            if worker.name.startswith(f"{own}-{role}-") and worker.last_heartbeat_time is not None:
+                silent = (now - worker.last_heartbeat_time).total_seconds()
+                yield worker.name.removeprefix(f"{own}-{role}-"), max(0.0, silent)
 
     def stop(self) -> bool:
         """Have all shares end that have not; whether there are none any more."""
@@ -126,10 +137,10 @@ class Shares:
 
     def close(self) -> None:
         """Nothing is given out any more."""
-        forget(self._client, self._run)
+        forget(self._client, self._run, self._pool)
 
 
-def forget(client: SyncPrefectClient, run_id: str) -> None:
+def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
     """Remove what Prefect has of a run whose nodes are ended, for the holder of its lease: shares that have not ended,
     the queues of its own, and where its head node was. Queues have ids, but a later flow takes over those that are
     there: should a call come late, Prefect makes the queue anew with the next share."""
@@ -137,9 +148,7 @@ def forget(client: SyncPrefectClient, run_id: str) -> None:
         client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
     for role in ROLES:
         with suppress(ObjectNotFound):
-            client.delete_work_queue_by_id(
-                client.read_work_queue_by_name(queue(run_id, role), work_pool_name=NODES_POOL).id
-            )
+            client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)
     with suppress(ObjectNotFound):
         document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=False)
         client.delete_block_document(document.id)

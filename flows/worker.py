@@ -35,13 +35,13 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 from areal_core.errors import ProcessError
 from areal_core.launch import process
 from flows.provision.nodes import control_outputs
-from flows.provision.request import NODES_POOL
 from flows.shares import REAPER
 from flows.stack import ROOT, SOLE, STATE, WORKER_READY
 
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
+NODES_POOL = "areal-nodes"  # nodes have workers of their own
 _LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]

@@ -374,9 +374,11 @@ class NodesConfig:
 class ProvisionConfig:
     """Where the nodes of a run come from, for the flow `areal`."""
 
-    kind: str = choice("local", "local", "terraform")  # this machine, or nodes of a cloud
+    # This machine; given hosts, whose workers serve the queues `generation` and `trainer`; or a cloud, by Terraform.
+    kind: str = choice("local", "local", "static", "terraform")
     generation: NodesConfig = field(default_factory=NodesConfig)
     trainer: NodesConfig = field(default_factory=NodesConfig)
+    work_pool: str = "areal-nodes"  # Prefect's, that the nodes' workers serve
     image: str | None = None  # that nodes boot
     zone: str | None = None  # None: the first that `make control` was given
     software: str = "/opt/areal"  # the checkout with its environment, on a node
@@ -400,7 +402,7 @@ class ProvisionConfig:
                 )
             if nodes.max_price is not None and not nodes.spot:
                 raise ConfigError(f"provision.{role}.max_price: is for spot nodes (spot=true): others have a price")
-            if self.budget is not None and self.kind != "local" and nodes.count and self.dollars(nodes) is None:
+            if self.budget is not None and self.kind == "terraform" and nodes.count and self.dollars(nodes) is None:
                 raise ConfigError(f"provision.{role}.price: must be given where there is a budget, dollars an hour")
         if self.kind != "local" and self.trainer.count < 1:
             raise ConfigError("provision.trainer.count: must be at least 1: the first one is the run's head node")

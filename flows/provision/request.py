@@ -14,7 +14,6 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 
 ROLES = ("generation", "trainer")
-NODES_POOL = "areal-nodes"  # Prefect's, that the workers of nodes serve
 _TRACKING = "MLFLOW_TRACKING_URI"
 
 
@@ -41,7 +40,7 @@ def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: d
             "owner": its.owner or f"{getpass.getuser()}@{socket.gethostname()}",
             "expires_at": (now + timedelta(hours=its.hours)).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         },
-        "prefect": {"api_url": its.prefect_api_url or _api_url(control), "work_pool": NODES_POOL},
+        "prefect": {"api_url": its.prefect_api_url or _api_url(control), "work_pool": its.work_pool},
         "environment": environment,
         "secrets": shell_pairs("provision.secrets", its.secrets),
         "software": {"path": its.software} | ({} if its.install is None else {"install": _script(its.install)}),
@@ -77,9 +76,9 @@ def servers_per_node(config: RunConfig) -> int:
     return config.generation_servers // max(1, config.provision.generation.count)
 
 
-def queue(run_id: str, role: str) -> str:
+def queue(config: RunConfig, run_id: str, role: str) -> str:
     """The work queue that nodes of a role take their shares from."""
-    return f"{run_id}-{role}"
+    return role if config.provision.kind == "static" else f"{run_id}-{role}"
 
 
 def _api_url(control: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ def test_form_offers_choices_and_bounds_and_explains_every_field() -> None:
 
     assert (form["experiment"]["enum"], form["experiment"]["default"]) == (experiments(), "cpu-async")
     assert field("mode")["enum"] == ["async", "sync"]
-    assert field("provision")["enum"] == ["local", "aws"]
+    assert field("provision")["enum"] == ["local", "static", "aws"]
     assert (field("seed")["minimum"], field("steps")["minimum"]) == (0, 1)
     assert (field("stop_at_score")["minimum"], field("stop_at_score")["maximum"]) == (0.0, 1.0)
     assert field("stop_after_minutes")["exclusiveMinimum"] == 0.0

@@ -112,10 +112,12 @@ def cloud() -> Cloud:
 
 
 @contextmanager
-def fleet_of(cloud: Cloud, config: ProvisionConfig = CONFIG, *, up: bool = True) -> Iterator[Fleet]:
+def fleet_of(
+    cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False, up: bool = True
+) -> Iterator[Fleet]:
     shares: Any = cloud
     options: dict[str, Any] = {"log": cloud.said.append, "clock": lambda: cloud.now}
-    with Fleet(config, cloud.hosts(), shares, shares, restarts=2, **options) as fleet:
+    with Fleet(config, cloud.hosts(), shares, None if given else shares, restarts=2, **options) as fleet:
         if up:
             cloud.up()
         fleet.look()
@@ -285,6 +287,17 @@ def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monk
         assert next(share for share in fleet.shares if share.name == "generation-0").failures == 1
 
 
+def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
+    with fleet_of(cloud, given=True) as fleet:
+        cloud.pass_s(fleet, 31)
+        cloud.silence[cloud.node("generation-0")] = 1000.0
+        fleet.look()
+        assert any("generation-0 is given up" in line for line in cloud.said)
+        cloud.becomes("trainer-0", Stage.BAD_NODE, "no driver")
+        with pytest.raises(ProcessError, match=r"^trainer-0: no driver$"):
+            fleet.look()
+
+
 class AskedToEndError(BaseException):
     """As Prefect raises it in the main thread where the process is sent SIGTERM."""
 
@@ -332,8 +345,6 @@ def test_a_node_that_does_not_see_the_end_of_its_run_is_not_waited_for(monkeypat
     work.give = lambda role, index: f"{role}-{index}"
     work.seen = lambda ids: {each: Seen(Stage.DONE if each == "trainer-0" else Stage.RUNS, None, "") for each in ids}
     progress.cancelled_unheard.return_value = False
-    nodes = MagicMock()
-    nodes.spent().is_over.return_value = False
-    with Fleet(config, [], work, nodes, restarts=0) as fleet:
-        on_nodes._watch(fleet, nodes, progress, MagicMock(), MagicMock())
+    with Fleet(config, [], work, None, restarts=0) as fleet:
+        on_nodes._watch(fleet, None, progress, MagicMock(), MagicMock())
         assert not fleet.of("generation")[0].seen.stage.over

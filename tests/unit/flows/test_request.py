@@ -11,7 +11,7 @@ import pytest
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from flows.compose import configure
-from flows.provision.request import overrides, servers_per_node, variables
+from flows.provision.request import overrides, queue, servers_per_node, variables
 
 NOW = datetime(2030, 1, 31, 12, tzinfo=UTC)
 CONTROL: dict[str, Any] = {
@@ -64,6 +64,8 @@ def test_run_without_gpus_on_nodes() -> None:
     alone = "provision.generation.count=0"
     assert [*variables(config(alone), "run-1", CONTROL, NOW)["nodes"]] == ["trainer"]
     assert on_nodes(alone).launch.remote_roles == "none"
+    assert queue(config(), "run-1", "trainer") == "run-1-trainer"
+    assert queue(configure(overrides=["provision=static"]), "run-1", "trainer") == "trainer"
 
 
 def test_gpus_of_nodes_are_servers_and_ranks() -> None:
