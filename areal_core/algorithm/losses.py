@@ -24,6 +24,7 @@ from torch import Tensor
 from areal_core.algorithm.divergences import KL_TERMS, k3, log_quotient
 from areal_core.algorithm.objectives import Surrogate, Tokens, find_objective
 from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.errors import ConfigError
 
 Float64Array = NDArray[np.float64]
 
@@ -139,7 +140,7 @@ def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> Loss
         **surrogate.metrics,
     }
     kl = k3(log_quotient(own, tokens.behaviour, matched).double())
-    columns = (mask, weight, weight.square(), matched, kl, *(_of_tokens(metrics[name], mask) for name in metrics))
+    columns = (mask, weight, weight.square(), matched, kl, *(_of_tokens(name, metrics[name], mask) for name in metrics))
     bins = (torch.asinh(log_weight[mask] / _UNIT) / _WIDTH + _BINS / 2).floor().long().clamp(0, _BINS - 1)
     largest = torch.cat((weight, weight.new_zeros(1))).max()
     row = torch.stack([largest, *map(_total, columns)])
@@ -155,7 +156,12 @@ def _total(column: Tensor) -> Tensor:
     return count.double()
 
 
-def _of_tokens(values: Tensor | float, mask: Tensor) -> Tensor:
+def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
     """A metric's number for each token, [N]; 0 outside the mask."""
     values = torch.as_tensor(values, device=mask.device)
+    if values.shape not in (mask.shape, ()):
+        raise ConfigError(
+            f"algorithm.objective: metric {name} must be a number, or one for each of the {len(mask)} tokens, "
+            f"got shape {list(values.shape)}"
+        )
     return mask & values if values.dtype == torch.bool else values.expand(mask.shape).masked_fill(~mask, 0.0)

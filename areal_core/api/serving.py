@@ -7,7 +7,6 @@ request must have come, however slowly they come. Nothing bounds a body.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 from pathlib import Path
@@ -78,9 +77,12 @@ async def _listen_on_first(runner: web.AppRunner, address: str) -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for left in reversed(range(_TRIES)):
         port = random.SystemRandom().randrange(_FIRST_PORT, low) if left and low > _FIRST_PORT else 0
-        with contextlib.suppress(OSError):  # it is taken
+        try:
             await web.TCPSite(runner, address, port).start()
             return
+        except OSError:  # it is taken
+            if not left:
+                raise
 
 
 async def _read(request: web.Request, silent_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         TimeModel(config.emulation)  # raises ConfigError for a model that does not fit
+    _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())
         if found < config.launch.devices:
@@ -75,6 +77,14 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
 
         check_reachable(uri)
     return digests(source)
+
+
+def _check_address(address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
 
 
 @contextmanager

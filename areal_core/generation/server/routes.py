@@ -357,7 +357,11 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
     runner = serving.runner(server.app(), handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     try:
-        process.announce_ready(arguments.ready_file, await serving.listen(runner, arguments.host, arguments.port))
+        try:
+            url = await serving.listen(runner, arguments.host, arguments.port)
+        except OSError as error:
+            raise ConfigError(f"--port: {error.strerror}; 0 takes any free one") from None
+        process.announce_ready(arguments.ready_file, url)
         heartbeat.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)

@@ -11,6 +11,7 @@ from areal_core.algorithm.divergences import k2, k3
 from areal_core.algorithm.losses import _NUMBERS, LossStats, policy_loss
 from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
+from areal_core.errors import ConfigError
 from areal_core.training.engines.engine import loss_weights
 from tests.support.tokens import TOKENS, of
 
@@ -178,6 +179,16 @@ def test_metrics_of_an_objective_are_means_over_loss_tokens():
     found = {name: value for name, value in stats.metrics().items() if name.startswith("mine/")}
     expected = {"advantage": (1 + 1 - 2 + 1) / 4, "stale": 3 / 4, "tokens": (3 * 3 + 1) / 4, "eps": 0.2, "scale": -1}
     assert found == pytest.approx({f"mine/{name}": value for name, value in expected.items()})
+
+
+def per_completion(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    return replace(decoupled(tokens, config), metrics={"mine/lengths": torch.ones(tokens.sequences)})
+
+
+def test_a_metric_of_another_shape_is_refused():
+    config = AlgorithmConfig(objective=f"{__name__}:per_completion")
+    with pytest.raises(ConfigError, match=r"^algorithm.objective: metric mine/lengths must be a number.*shape \[2\]$"):
+        policy_loss(TOKENS, config, denominator=1)
 
 
 @pytest.mark.parametrize("objective", ["standard", "a3po"])

@@ -32,6 +32,11 @@ def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
     preflight(load(base | {"model": {}}))
 
 
+def test_an_address_that_is_not_this_machines(base: dict[str, Any]) -> None:
+    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
+    fails(ConfigError, said, load(base | {"launch": {"address": "203.0.113.9"}}))
+
+
 @pytest.fixture
 def chat(base: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A model that ends on <|endoftext|>, whose template ends turns on <|im_end|>, and whose tokenizer has a token
