@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from areal_core.config import algorithm
 from areal_core.config.engines import TRAINING_ENGINES, TrainingTraits, known_generation, names
 from areal_core.config.fields import check_length, require
+from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,16 +82,23 @@ def _check_programs(config: RunConfig) -> None:
 
 
 def _check_engines(config: RunConfig) -> None:
-    engine = config.training.engine
+    engine, stage = config.training.engine, config.training.zero_stage
     wanted = f"{names(TRAINING_ENGINES, 'emulates', config.emulated)} with generation.engine={config.generation.engine}"
     emulates = TRAINING_ENGINES.get(engine, TrainingTraits()).emulates
     require(config.emulated == emulates, "training.engine", wanted, engine)
+    wanted = f"{TrainingConfig.zero_stage} with training.engine={engine}, whose ranks share no state"
+    unset = stage == TrainingConfig.zero_stage
+    require(unset or config.training_traits.shards, "training.zero_stage", wanted, stage)
 
 
 def _check_lora(config: RunConfig) -> None:
     if (rank := config.training.lora.rank) is None:
         return
     require(not config.emulated, "training.lora.rank", "null where accelerators are emulated", rank)
+    linear = LoraConfig.targets.split(",")
+    for name in config.training.lora.names if config.model.path is None else ():
+        wanted = f"of {', '.join(linear)}, the embedded model's linear layers"
+        require(name in linear, "training.lora.targets", wanted, name)
     its = config.generation
     wanted = (
         f"recompute, resubmit or wait with training.lora and generation.engine={its.engine}, whose requests keep the "
@@ -153,3 +161,7 @@ def _check_hosts(config: RunConfig) -> None:
     )
     require(not (remote and head_trains) or hosts > 1, "training.hosts", wanted, hosts)
     require(ranks % hosts == 0, "training.ranks", f"a multiple of training.hosts ({hosts})", ranks)
+    per_host = config.launch.devices_per_host
+    if config.remote_roles and per_host is not None:
+        wanted = f"at least {-(-ranks // per_host)}, as each machine has launch.devices_per_host={per_host} GPUs"
+        require(config.ranks_per_host <= per_host, "training.hosts", wanted, hosts)

@@ -273,10 +273,10 @@ def test_runs_in_a_bucket_are_listed_and_deleted(endpoint: str, tmp_path: Path) 
         store = Storage.open(url, endpoint).child(f"runs/{run_id}")
         checkpoint.save(store, 5, {}, {}, number=0)
     before = clock.time()
-    first, second = sorted(held_runs(config), key=lambda run: run.run_id)
+    first, second = sorted(held_runs(config, pytest.fail), key=lambda run: run.run_id)
     assert (first.state, first.local_bytes) == ("stopped", 0)
     assert abs(first.changed - before) < 60
     delete(second, config, print)
-    (found,) = held_runs(config)
+    (found,) = held_runs(config, pytest.fail)
     assert found.run_id == "first"
     assert checkpoint.newest(store) is None
