@@ -146,10 +146,14 @@ class GenerationPool:
 
     async def _reported(self, servers: Iterable[Server]) -> list[ServerLoad]:
         accounted = self.counters.accounted()
-        loads = await self.registry.ask(servers, lambda server: server.client.load())
-        for server, load in loads.items():
+
+        async def report(server: Server) -> ServerLoad:
+            load = await server.client.load()
+            # Not later: one that is lost while others still answer owes what it has sampled since this.
             self.counters.report(server.name, load.rollout_tokens, accounted)
-        return list(loads.values())
+            return load
+
+        return [*(await self.registry.ask(servers, report)).values()]
 
     async def _continue(self, pending: PendingCompletions, index: int) -> None:
         """Request the rest of a completion until it is finished: updates may interrupt it again and again."""

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.wire import join_completions
+from areal_core.api.wire import ROLLOUT, join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
@@ -176,6 +176,21 @@ async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tm
         await pool.close()
     assert ledger.tokens().allowance == 0
     ledger.close()
+
+
+async def test_what_a_lost_server_has_reported_counts_though_another_one_hangs(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await ask(pool, f"{ROLLOUT}1")
+    await pool.join("b", servers[1].url, lambda: version(0))
+    server = pool.registry.at_work[0]
+    sampled = server.client.unreported_tokens
+    servers[0].counted, servers[1].hanging = 1 + sampled, {"/load"}
+    looking = asyncio.ensure_future(pool.loads())
+    await until(lambda: server.client.unreported_tokens == 0)
+    pool.registry.apply(server, "fail", "it is gone")
+    assert pool.counters.generated() + pool.counters.uncounted() == sampled > 0
+    servers[1].hanging.clear()
+    await looking
 
 
 # -- completions that were interrupted ---------------------------------------------------------------------------------
