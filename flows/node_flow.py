@@ -10,6 +10,7 @@ A node that is to be reclaimed leaves the run; the flow that has provisioned it 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -79,7 +80,7 @@ def areal_node(
         return Failed(name=REFUSED, message=str(error))
     with get_client(sync_client=True) as client:
         mark(client, flow_run.id, f"{NODE}{node}")
-    if trouble := gpu_trouble(by_role(config)[role]):
+    if trouble := gpu_trouble(by_role(config)[role]) or _trouble(config):
         return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {trouble}")
     with Notice(log) as notice:
         try:
@@ -95,6 +96,19 @@ def areal_node(
     if notice.text is not None:
         return Completed(name=RECLAIMED, message=f"node {node} is reclaimed: {notice.text}")
     return Completed()
+
+
+def _trouble(config: RunConfig) -> str | None:
+    """What this node lacks besides: room on its disk, a way to the store, or the right time, which S3 asks for."""
+    try:
+        Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(config.state_dir).free / 2**30
+        if free < config.launch.disk_low_gib:
+            return f"{free:.1f} GiB are free, should be {config.launch.disk_low_gib:g} (launch.disk_low_gib)"
+        Storage.open(config.storage.url, config.storage.endpoint_url)
+    except StorageError as error:
+        return str(error)
+    return None
 
 
 # ---- the head node ----

@@ -74,7 +74,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     """YAML reads a time where one stands; Terraform wants its text."""
-    return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if isinstance(value, datetime) else str(value)
+    if isinstance(value, datetime) and value.tzinfo:
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return str(value)
 
 
 def _expiry(request: Mapping[str, Any]) -> float:

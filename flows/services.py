@@ -34,6 +34,7 @@ class _Service:
     process: children.Child
     grace_s: float
     sessions: bool  # what it starts has sessions of its own
+    needed: bool  # all ends with it
     again: Callable[[], None] | None  # starts it once more; None: not any more
 
     def obituary(self) -> str:
@@ -93,18 +94,19 @@ class Services:
         environment: Mapping[str, str],
         grace_s: float = GRACE_S,
         *,
+        needed: bool = True,
         sessions: bool = False,
         restarts: int = 0,
     ) -> None:
-        """`restarts`: how often it is started again before all ends with it."""
-        options: dict[str, Any] = {"sessions": sessions, "restarts": restarts - 1}
+        """`restarts`: how often it is started again. After that all ends with one that is `needed`."""
+        options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
         # Foreign programs don't call `process.adopt`. Safe here: no thread of this process holds a lock.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
         )
-        self._services.append(_Service(started, grace_s, sessions, again))
+        self._services.append(_Service(started, grace_s, sessions, needed, again))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Raises ProcessError naming what was not ready in time or ended before."""
@@ -120,14 +122,17 @@ class Services:
                 )
 
     def watch(self) -> Iterator[str]:
-        """Until asked to stop: how those ended that are started again. Raises ProcessError once another one ends."""
+        """Until asked to stop: how services ended. Raises ProcessError once a needed one ends for good."""
         while True:
             for service in self._ended(_LOOK_INTERVAL_S):
                 obituary = service.obituary()
-                if service.again is None:
+                if service.again is None and service.needed:
                     raise ProcessError(obituary)
                 place = self._services.index(service)
                 self._end(service)
+                if service.again is None:
+                    yield f"{obituary}; runs go on without it, what they would send waits"
+                    continue
                 service.again()
                 self._services.insert(place, self._services.pop())  # its turn at the end stays the same
                 yield f"{obituary}; it is started again, runs go on meanwhile"

@@ -218,7 +218,7 @@ def _start(services: Services, owner: Owner) -> Stack:
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000)
         mlflow_uri = f"http://127.0.0.1:{port}"
-        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, restarts=_RESTARTS)
+        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, needed=False, restarts=_RESTARTS)
         probes["mlflow"] = lambda: responds(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)

@@ -194,6 +194,10 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
+    if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
+        raise TrackingError(
+            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {shown(uri)}"
+        )
     for key, value in _experiment_tags(found).items():
         if found.tags.get(key) != value:
             client.set_experiment_tag(found.experiment_id, key, value)

@@ -47,10 +47,12 @@ class BackgroundThread:
         """Whether jobs are left to do."""
         return self._jobs.unfinished_tasks > 0
 
-    def drain(self) -> None:
-        """Wait until all jobs are done."""
-        self._jobs.join()
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until all jobs are done; whether they are, after `timeout_s`."""
+        with (done := self._jobs.all_tasks_done):
+            ended = done.wait_for(lambda: not self.busy, timeout_s)
         self.check()
+        return ended
 
     def _work(self) -> None:
         while True:

@@ -29,10 +29,11 @@ _TRIES, _ENOUGH_S = 5, 0.5  # how often it is timed; no further once so long was
 def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool, frozen: bool = False) -> int:
     """Model FLOPs of one step over one rank's share, without sequences that have no gradient: forward and backward
     passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
-    `frozen`: the weights have no gradient, which is half of the backward pass; an adapter's own FLOPs don't count."""
+    `frozen`: the weights have no gradient, which is half of the backward pass of their products; an adapter's own FLOPs
+    don't count."""
     has_gradient, rates, shared = batch.has_gradient, Rates.of(spec), batch.groups is not None
 
-    def forward(members: Iterable[int]) -> int:
+    def forward(members: Iterable[int], *, attention: bool = True) -> int:
         groups: dict[int, list[int]] = {}
         for index in members:
             if has_gradient[index]:
@@ -41,12 +42,13 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
         for group in groups.values():
             prompt = int(batch.prompt_lengths[group[0]])
             completions = (batch.lengths[group] - prompt).tolist()
-            total += forward_flops(rates, prompt, completions, shared=shared)
+            total += forward_flops(rates, prompt, completions, shared=shared, attention=attention)
         return total
 
     everything = sum(map(forward, batch.minibatches))
     recomputed = sum(map(forward, batch.minibatches[1:])) if proximal else 0
-    return (2 if frozen else 3) * everything + recomputed + (everything if reference else 0)
+    without = sum(forward(members, attention=False) for members in batch.minibatches) if frozen else 0
+    return 3 * everything - without + recomputed + (everything if reference else 0)
 
 
 class Rates(NamedTuple):
@@ -58,15 +60,17 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Rates:
-        # Matrices as long as the vocabulary are embeddings and the output's.
-        matrices = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
-        layers = 2.0 * sum(map(math.prod, matrices))
-        return cls(layers, ModelCost(spec).attention_flops, 2.0 * spec.vocab_size * spec.hidden_size)
+        cost, head = ModelCost(spec), 2.0 * spec.vocab_size * spec.hidden_size
+        return cls(
+            cost.flops_per_token - head if spec.transformers is None else _matrices(spec), cost.attention_flops, head
+        )
 
 
-def forward_flops(rates: Rates, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
+def forward_flops(
+    rates: Rates, prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
+) -> int:
     """Model FLOPs of a forward pass over completions of so many tokens of one prompt of `prompt` tokens; `shared`: the
-    prompt is computed once for all of them.
+    prompt is computed once for all of them. Without `attention`: of products with weights alone.
 
     Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
     an input attends to itself and to those before it.
@@ -75,7 +79,8 @@ def forward_flops(rates: Rates, prompt: int, completions: Sequence[int], *, shar
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
-    return round(inputs * rates.layers + attended * rates.attention + sum(completions) * rates.head)
+    layers = inputs * rates.layers + (attended * rates.attention if attention else 0.0)
+    return round(layers + sum(completions) * rates.head)
 
 
 def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> GroupCost:
@@ -85,6 +90,13 @@ def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     once = forward_flops(rates, prompt, [], shared=True) if shared else 0
     own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
     return GroupCost(3 * once, [3 * flops for flops in own])
+
+
+def _matrices(spec: ModelSpec) -> float:
+    """FLOPs of an input in a model's matrices, by its tensors; those as long as its vocabulary are embeddings and the
+    output's."""
+    shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
+    return 2.0 * sum(map(math.prod, shapes))
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -94,19 +94,18 @@ class Publisher:
         """Whether a checkpoint is being written: there is one copy of the state at a time."""
         return self._saving.busy
 
-    def make_room(self) -> None:
-        """Wait until no checkpoint is being written."""
-        self._saving.drain()
+    def make_room(self, timeout_s: float) -> bool:
+        """Wait until no checkpoint is being written; whether none is, after `timeout_s`."""
+        return self._saving.drain(timeout_s)
 
     def checkpoint(self, step: int, state: EngineState) -> None:
         """Commit a checkpoint of `step`: this state, and the token ledger as it is once it holds that version and the
         step's `report`."""
         self._saving.submit(lambda: self._checkpoint(step, state))
 
-    def drain(self) -> None:
-        """Wait until everything is published and committed."""
-        self._publishing.drain()
-        self._saving.drain()
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything is published and committed; whether it is, after `timeout_s` for either."""
+        return self._publishing.drain(timeout_s) and self._saving.drain(timeout_s)
 
     def _handed_over(self, version: PolicyVersion) -> PolicyVersion:
         """The version as the head node has it, whose data server fetches it from this machine's stager. Raises

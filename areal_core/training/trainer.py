@@ -14,7 +14,7 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -107,10 +107,7 @@ class Trainer:
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are assembled
                 # anew (a new incarnation): no rank may fetch one before.
-                with heartbeat.waiting("trainer", f"step {self.step}: it is made again"):
-                    if self.publisher is not None:
-                        self.publisher.drain()
-                self._meet()
+                self._until("it is made again", Publisher.drain)
                 feed.ahead()
         self._finish(reason)
         self.ranks.close()
@@ -245,8 +242,18 @@ class Trainer:
             self.publisher.checkpoint(self.step, state)
         self._saved = self.step
 
+    def _until(self, what: str, done: Callable[[Publisher, float], bool]) -> None:
+        """Collective. Wait until rank 0's publisher is done, however long a slow store makes that: the other ranks hear
+        of it in time for their collectives."""
+        again_s = self.config.training.collective_timeout_s / 4
+        with heartbeat.waiting(heartbeat.STORE, f"step {self.step}: {what}"):
+            waits = True
+            while waits:
+                waits = self.publisher is not None and not done(self.publisher, again_s)
+                waits = bool(self.ranks.all_reduce_max(np.array([int(waits)]))[0])
+
     def _meet(self) -> None:
-        """Wait for ranks that a store or a controller may hold up."""
+        """Wait for ranks that a store may hold up."""
         with heartbeat.waiting("trainer", "all ranks meet"):
             self.ranks.meet(self.config.storage.patience_s)
 
@@ -254,10 +261,7 @@ class Trainer:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
         is stopped gets no model: it can be resumed."""
         if self.step != self._saved:
-            with heartbeat.waiting(heartbeat.STORE, f"step {self._saved}: a checkpoint is being written"):
-                if self.publisher is not None:
-                    self.publisher.make_room()
-            self._meet()
+            self._until("a checkpoint is being written", Publisher.make_room)
             self._checkpoint()
         tensors = self.engine.weights()
         with heartbeat.waiting(heartbeat.STORE, "saving the last checkpoint and the model"):

@@ -116,7 +116,8 @@ class Reaper:
                 held.confirm()
                 self._forget(run)
                 held.release()
-        except HeldError:
+        except HeldError as error:
+            self._log(f"run {run}: left to another one: {error}")
             return None
         except ArealError as error:
             return self._told(replace(known, failed=str(error)))

@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -198,8 +199,11 @@ class Terraform:
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
-            except BaseException:
-                self._ask(self._stop_s)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    running.send_signal(signal.SIGINT)
+                else:
+                    self._ask(self._stop_s)
                 running.stdout.read()  # to its end: it must not wait for a reader
                 running.wait()
                 raise

@@ -168,7 +168,7 @@ def test_rank_0_on_another_machine_makes_the_same_weights(tmp_path: Path, start:
             tmp_path / machine,
             mode="sync",
             training={"steps": 16},
-            generation={"servers": 1, "deterministic": True},
+            generation={"servers": 1},
             launch=LAUNCH | launch,
             storage={"url": str(tmp_path / "store" / machine)},
         )

@@ -47,7 +47,6 @@ _POLL_S = 0.5  # between two looks whether the run has ended
 _STATE_S = 0.2  # that a look at ready files is good for
 _TAKE_S = 5.0  # of a request that waits for a version
 _LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
-_TIMELINE_BYTES = 2**30
 _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
 _MOST_BYTES = 2**20  # of a request
 
@@ -153,9 +152,9 @@ class Files:
         kind, name = request.match_info["kind"], request.match_info["name"]
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
-        limit, older = (logs.LOG_BYTES, logs.LOG_FILES) if kind == LOGS else (_TIMELINE_BYTES, None)
+        older = logs.LOG_FILES if kind == LOGS else None  # a timeline is not rotated
         file, data = self._run.root / kind / name, await request.read()
-        fits, size = append(file, int(request.query["offset"]), data, limit=limit, older=older)
+        fits, size = append(file, int(request.query["offset"]), data, limit=logs.LOG_BYTES, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)
 
     def _owned(self, request: web.Request) -> Owned:

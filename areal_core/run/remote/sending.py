@@ -71,7 +71,7 @@ class Sender:
                 fits, size = self._append(name, sent[1], data)
                 if fits:
                     sent[0] += len(data)
-                elif sent[1] < size <= sent[1] + len(data):  # it has taken what it could not answer
+                elif sent[1] < size <= sent[1] + path.stat().st_size - sent[0]:  # it has taken what it did not answer
                     sent[0] += size - sent[1]
                 elif size == 0 and name.startswith(f"{TIMELINE}/"):  # another head node; an empty log was rotated
                     sent[0] = 0

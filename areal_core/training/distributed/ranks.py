@@ -106,7 +106,7 @@ class RankGroup:
         while missing := _bounded(lambda: self._named(keys)):
             if (waited_s := time.monotonic() - since) > bound_s:
                 raise ProcessError(f"{missing} did not reach the others within {bound_s:g} s")
-            time.sleep(max(_LOOK_S, waited_s / 20))
+            time.sleep(min(1.0, max(_LOOK_S, waited_s / 20)))
         if missing is None:
             raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
 

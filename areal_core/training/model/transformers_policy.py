@@ -74,7 +74,10 @@ class TransformersPolicy(nn.Module):
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self.module.train(checkpoint_activations)
         if checkpoint_activations:
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            try:
+                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            except ValueError as error:
+                raise ModelError(f"training.checkpoint_activations: {error}") from None
 
     @property
     def named_weights(self) -> dict[str, nn.Parameter]:

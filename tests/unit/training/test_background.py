@@ -199,7 +199,7 @@ def test_a_checkpoint_that_is_written_slowly_does_not_wait_for_the_step_after(
     controller.gate.clear()
     publisher.publish(2, TENSORS)
     written.set()
-    publisher.make_room()
+    assert publisher.make_room(60.0)
     assert ("committed", 1) in controller.calls
     controller.gate.set()
     publisher.drain()
@@ -212,7 +212,7 @@ def test_a_version_that_can_not_be_published_ends_everything_that_waits(made: tu
     publisher.checkpoint(1, STATE)
     with pytest.raises(ProcessError, match="the disk is full"):
         publisher.drain()
-    for call in (publisher.check, lambda: publisher.publish(2, TENSORS), publisher.make_room):
+    for call in (publisher.check, lambda: publisher.publish(2, TENSORS), lambda: publisher.make_room(60.0)):
         with pytest.raises(ProcessError, match="the disk is full"):
             call()
     assert controller.calls == []

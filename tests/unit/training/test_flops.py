@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from areal_core.models.spec import ModelSpec
+from areal_core.training import flops
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.flops import Rates, forward_flops, peak_flops_per_s, step_flops, training_cost
 from areal_core.training.model.forward import completion_logprobs
@@ -63,22 +64,32 @@ def test_a_step_is_its_passes() -> None:
     share = batch()
     share = replace(share, advantages=np.where(np.repeat(np.arange(20) % 3 == 0, share.lengths), 0, share.advantages))
 
-    def passes(minibatch: int) -> int:
+    def passes(minibatch: int, *, attention: bool = True) -> int:
         trained = [index for index in share.minibatches[minibatch] if share.has_gradient[index]]
         cut = [(int(share.prompt_lengths[index]), int(share.lengths[index])) for index in trained]
-        return sum(forward_flops(Rates.of(SPEC), p, [n - p], shared=False) for p, n in cut)
+        return sum(forward_flops(Rates.of(SPEC), p, [n - p], shared=False, attention=attention) for p, n in cut)
 
     first, second = passes(0), passes(1)
     assert first > 0 < second
     assert step_flops(SPEC, share, proximal=False, reference=False) == 3 * (first + second)
     assert step_flops(SPEC, share, proximal=True, reference=False) == 3 * (first + second) + second
     assert step_flops(SPEC, share, proximal=True, reference=True) == 4 * (first + second) + second
-    assert step_flops(SPEC, share, proximal=False, reference=False, frozen=True) == 2 * (first + second)
+    products = passes(0, attention=False) + passes(1, attention=False)  # whose weights, frozen, have no gradient
+    frozen = step_flops(SPEC, share, proximal=False, reference=False, frozen=True)
+    assert frozen == 3 * (first + second) - products
     shared = replace(batch(share_prompts=True), advantages=share.advantages)
-    assert first + second < step_flops(SPEC, shared, proximal=False, reference=False) < 3 * (first + second)
+    assert frozen / 3 < step_flops(SPEC, shared, proximal=False, reference=False) < 3 * (first + second)
 
 
 CORE, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1e8 < (peak_flops_per_s(CORE, torch.float32) or 0) < 1e14
+    speeds = {torch.float32: 2e9, torch.bfloat16: 1e9, torch.float16: 3e9}
+    monkeypatch.setattr(flops, "_product_flops_per_s", speeds.__getitem__)
+    # A core without bfloat16 multiplies in float32 instead.
+    assert {dtype: peak_flops_per_s(CORE, dtype) for dtype in speeds} == speeds | {torch.bfloat16: 2e9}
 
 
 @pytest.mark.parametrize(
