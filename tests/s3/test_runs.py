@@ -16,7 +16,7 @@ from areal_core.types import RunSummary
 from tests.support.radosgw import RadosGateway
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 STEPS = 6
 AWAY_S = 15.0  # beyond the moment when the run is seen to wait
 
