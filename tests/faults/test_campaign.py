@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -65,6 +66,11 @@ def test_newest_whole_checkpoint_is_found_in_a_store_that_fails(tmp_path: Path) 
     found = [objects.strike(tmp_path / str(seed), seed) for seed in range(10)]
     assert [line for one in found for line in one.findings.problems()] == []
     assert set(sum((one.faults for one in found), Counter[str]())) == set(objects.KINDS)
+
+
+def test_every_point_has_a_name_and_a_function_of_its_own() -> None:
+    assert [point.name for point in POINTS if not inspect.isroutine(point.resolve())] == []
+    assert len({point.name for point in POINTS}) == len(POINTS)
 
 
 def test_full_disk_leaves_the_gates_count_correct(tmp_path: Path) -> None:
