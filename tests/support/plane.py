@@ -161,11 +161,9 @@ def _daemon(name: str, command: list[str], state: Path, settings: Mapping[str, s
 
 
 def _mlflow(cloud: EmulatedCloud, state: Path) -> Daemon:
-    database, artifacts = f"sqlite:///{state}/mlflow.db", str(state / "mlflow-artifacts")
-    command = [
-        *("mlflow", "server", "--host", cloud.address, "--port", str(MLFLOW_PORT), "--workers", "1"),
-        *("--backend-store-uri", database, "--artifacts-destination", artifacts, "--app-name", "basic-auth"),
-    ]
+    command = ["mlflow", "server", "--host", cloud.address, "--port", str(MLFLOW_PORT), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{state}/mlflow.db", "--app-name", "basic-auth"]
+    command += ["--artifacts-destination", str(state / "mlflow-artifacts")]
     users = state / "mlflow.ini"
     users.write_text(
         "[mlflow]\ndefault_permission = READ\nauthorization_function = "
