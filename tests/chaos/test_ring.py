@@ -16,14 +16,8 @@ from tests.support.runs import Launched, tiny
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state folder, so that the base model is made once."""
-    return tmp_path_factory.mktemp("state")
-
-
-def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
-    with Launched(tiny(state), "evaluator") as run:
+def test_an_evaluator_that_dies_when_all_wait_for_it(tmp_path: Path) -> None:
+    with Launched(tiny(tmp_path), "evaluator") as run:
 
         def ending() -> object:
             with closing(TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)) as ledger:
@@ -36,8 +30,8 @@ def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
         run.finished()
 
 
-def test_a_launcher_that_is_told_to_stop_while_it_makes_the_base_model(state: Path) -> None:
-    with Launched(tiny(state, warm=False, warmup={"worked_steps": 100_000}), "warming") as run:
+def test_a_launcher_that_is_told_to_stop_while_it_makes_the_base_model(tmp_path: Path) -> None:
+    with Launched(tiny(tmp_path, warm=False, warmup={"worked_steps": 100_000}), "warming") as run:
         run.wait_for("the warm-up is under way", lambda: "completions, step 200 of" in run.output())
         run.launcher.send_signal(signal.SIGINT)
         assert run.end() == 130

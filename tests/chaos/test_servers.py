@@ -16,12 +16,6 @@ from tests.support.trajectories import PublishedWeights, ServerView, audited, ch
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state folder, so that the base model is made once."""
-    return tmp_path_factory.mktemp("state")
-
-
 def until_it_decodes(run: Launched, index: int) -> None:
     """Wait until a server has so many running completions that some still run a moment later."""
     server = ServerView(run.url("generation", index), run.run.token())
@@ -45,9 +39,9 @@ def check_the_loss(run: Launched, index: int) -> None:
     ],
 )
 def test_one_of_three_servers_is_killed_or_hangs_and_comes_back(
-    state: Path, interruption: str, signum: signal.Signals, said: str
+    tmp_path: Path, interruption: str, signum: signal.Signals, said: str
 ) -> None:
-    config = audited(state, servers=3, interruption=interruption, steps=60)
+    config = audited(tmp_path, servers=3, interruption=interruption, steps=60)
     with Launched(config, f"{signum.name}-{interruption}") as run, PublishedWeights(run) as published:
         server = run.pid("generation", 1)
         run.until_step(10)

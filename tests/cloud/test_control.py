@@ -98,7 +98,6 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-@pytest.mark.cpu_seconds(60)
 def test_they_take_nobody_without_a_password_and_keep_what_they_know(cloud: Cloud, folder: Path) -> None:
     with Servers(folder, cloud) as servers:
         for password in (None, "admin:wrong-password", "admin:"):

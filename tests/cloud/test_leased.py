@@ -22,7 +22,7 @@ from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
 from tests.support.terraform import CREDENTIALS, Root, mirror
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly, pytest.mark.cpu_seconds(60)]
+pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly]
 
 RUN = "leased-0123456789ab"
 STATE = f"terraform/runs/{RUN}.tfstate"

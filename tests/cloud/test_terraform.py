@@ -16,7 +16,7 @@ from tests.support.terraform import Root
 
 CHECKOV = ROOT / ".venv-checkov" / "bin" / "checkov"
 # The last file of the folder: what its tests share ends here.
-pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
+pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 
 
 def test_all_files_are_formatted() -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +22,31 @@ from tests.faults.history import Look, Moved, look_at
 _ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
 
 
-@dataclass(slots=True)
-class Findings:
-    """What does not hold, in lines; nothing, where everything does."""
+class Findings(defaultdict[str, list[str]]):
+    """What does not hold, in lines by kind; nothing, where everything does. The kinds are
 
-    lost: list[str] = field(default_factory=list[str])  # batches and versions
-    used_twice: list[str] = field(default_factory=list[str])  # groups and prompts
-    staleness: list[str] = field(default_factory=list[str])  # groups beyond the bound, under `wait` and `drop`
-    tokens: list[str] = field(default_factory=list[str])  # a ledger that does not balance
-    versions: list[str] = field(default_factory=list[str])  # hashes that are not those that were published
-    checkpoints: list[str] = field(default_factory=list[str])  # files that are not what their manifest says
-    orphans: list[str] = field(default_factory=list[str])  # processes that nobody owns
-    unresumable: list[str] = field(default_factory=list[str])  # runs that did not come to their end
-    admitted_stale: int = 0  # groups beyond the bound under `admit`, where that is allowed
+    - lost: batches and versions
+    - used_twice: groups and prompts
+    - staleness: groups beyond the bound, under `wait` and `drop`
+    - tokens: a ledger that does not balance
+    - versions: hashes that are not those that were published
+    - checkpoints: files that are not what their manifest says
+    - orphans: processes that nobody owns
+    - unresumable: runs that did not come to their end
+    """
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.admitted_stale = 0  # groups beyond the bound under `admit`, where that is allowed
 
     def problems(self) -> list[str]:
         """All lines, each with what it is."""
-        return [
-            f"{found.name}: {line}"
-            for found in fields(self)
-            if found.name != "admitted_stale"
-            for line in getattr(self, found.name)
-        ]
+        return [f"{kind}: {line}" for kind, lines in self.items() for line in lines]
 
     def add(self, others: Findings) -> None:
-        for found in fields(self):
-            setattr(self, found.name, getattr(self, found.name) + getattr(others, found.name))
+        for kind, lines in others.items():
+            self[kind] += lines
+        self.admitted_stale += others.admitted_stale
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Outcome:
 
     def unresumable(self, what: str) -> None:
         """A run has not come to its end."""
-        self.findings.unresumable.append(f"{what}: {(self.output.strip().splitlines() or ['nothing'])[-1]}")
+        self.findings["unresumable"].append(f"{what}: {(self.output.strip().splitlines() or ['nothing'])[-1]}")
 
 
 def check(run: Path, store: Path, looks: Iterable[Look | Moved | None], *, steps: int) -> Findings:
@@ -68,7 +67,7 @@ def check(run: Path, store: Path, looks: Iterable[Look | Moved | None], *, steps
     store, and `looks` its history."""
     findings = Findings()
     if not (run / "summary.json").exists():
-        findings.unresumable.append(f"{run} has no summary.json")
+        findings["unresumable"].append(f"{run} has no summary.json")
         return findings
     with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         ledger.row_factory = sqlite3.Row
@@ -92,16 +91,16 @@ def _check_batches(
     published = {row[0] for row in ledger.execute("SELECT version FROM versions")}
     for step in range(1, steps + 1):
         if step not in sizes and step >= folded:
-            findings.lost.append(f"step {step} has no batch")
+            findings["lost"].append(f"step {step} has no batch")
         elif sizes.get(step, size) != size:
-            findings.lost.append(f"the batch of step {step} has {sizes[step]} groups, others {size}")
+            findings["lost"].append(f"the batch of step {step} has {sizes[step]} groups, others {size}")
         if step not in published and step >= folded:
-            findings.lost.append(f"version {step} is not published")
+            findings["lost"].append(f"version {step} is not published")
     total = ledger.execute("SELECT SUM(groups) FROM totals WHERE state = 'consumed'").fetchone()[0]
     if total != max(rows, default=0) * size:
-        findings.lost.append(f"{total} groups are consumed, by {max(rows, default=0)} batches of {size}")
+        findings["lost"].append(f"{total} groups are consumed, by {max(rows, default=0)} batches of {size}")
     prompts = Counter(prompt for groups in rows.values() for _, prompt, _, _ in groups)
-    findings.used_twice += [f"prompt {prompt} in {count} groups" for prompt, count in prompts.items() if count > 1]
+    findings["used_twice"] += [f"prompt {prompt} in {count} groups" for prompt, count in prompts.items() if count > 1]
 
 
 def _check_history(
@@ -135,29 +134,29 @@ def _check_history(
         if current == -1:
             current = look.incarnation
         if look.incarnation < current:
-            findings.lost.append(f"incarnation {current} was followed by {look.incarnation}")
+            findings["lost"].append(f"incarnation {current} was followed by {look.incarnation}")
         if look.incarnation != current:
             current = look.incarnation
             forget(look.folded)  # nothing that earlier steps depend on changes any more
         if previous is not None and previous.incarnation == current:
             gone = [step for step in previous.rows if step not in look.rows and step >= look.folded]
-            findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in gone]
+            findings["lost"] += [f"the batch of step {step} was fixed, and was gone later" for step in gone]
         previous = look
         for step, batch in look.rows.items():
             groups, before = _groups(batch), _groups(rows.setdefault(step, batch))
             if before != groups:
-                findings.lost.append(f"the batch of step {step} was {before}, and {groups} later")
+                findings["lost"].append(f"the batch of step {step} was {before}, and {groups} later")
             for group in groups:
                 if steps_of.setdefault(group, step) != step:
-                    findings.used_twice.append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
+                    findings["used_twice"].append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
         for version, digest in look.versions.items():
             if versions.setdefault(version, digest) != digest:
-                findings.versions.append(f"version {version} was {versions[version]}, and {digest} later")
+                findings["versions"].append(f"version {version} was {versions[version]}, and {digest} later")
         versions.update(look.versions)
         rows.update(look.rows)
     for what, known, held in (("the batch of step", rows, last.rows), ("version", versions, last.versions)):
         missing = [number for number in known if number not in held and number >= last.folded]
-        findings.lost += [f"{what} {number} is gone at the end" for number in missing]
+        findings["lost"] += [f"{what} {number} is gone at the end" for number in missing]
     return {step: groups for step, groups in rows.items() if step in last.rows or step < last.folded}, versions
 
 
@@ -173,13 +172,15 @@ def _check_staleness(rows: dict[int, list[list[int]]], config: dict[str, Any], f
         (step, row[0], row[2], row[3]) for step, of in sorted(rows.items()) for row in of
     ):
         if newest > step - 1:
-            findings.staleness.append(f"group {group} of step {step} holds tokens of version {newest}, of the future")
+            findings["staleness"].append(
+                f"group {group} of step {step} holds tokens of version {newest}, of the future"
+            )
         if step - 1 - oldest <= eta:
             continue
         if config["rollout"]["batch_selection"] == "admit":
             findings.admitted_stale += 1
         else:
-            findings.staleness.append(
+            findings["staleness"].append(
                 f"group {group} of step {step} holds tokens of version {oldest}: staleness {step - 1 - oldest}, "
                 f"bound {eta}"
             )
@@ -194,12 +195,12 @@ def _check_tokens(ledger: sqlite3.Connection, summary: dict[str, Any], findings:
     ).fetchone()
     accounted = sum(states.values()) + lost
     if abs((generated or 0) - accounted) > unread + (uncounted or 0):
-        findings.tokens.append(
+        findings["tokens"].append(
             f"{generated} sampled by the servers, {accounted} by the groups; allowance {unread} + {uncounted}"
         )
     told = summary["tokens"]
     if (told["consumed"], told["generated"]) != (states.get("consumed", 0), generated or 0):
-        findings.tokens.append(f"the summary says {told}, the ledger {states} and {generated} sampled")
+        findings["tokens"].append(f"the summary says {told}, the ledger {states} and {generated} sampled")
 
 
 def _check_weights(ledger: sqlite3.Connection, folder: Path, findings: Findings) -> None:
@@ -211,7 +212,7 @@ def _check_weights(ledger: sqlite3.Connection, folder: Path, findings: Findings)
         file, told = at / "model.safetensors", (at / "manifest.json").read_text(errors="replace")
         found = weights_digest(file) if file.exists() else "missing"
         if found != digest or f'"digest": "{digest}"' not in told:
-            findings.versions.append(
+            findings["versions"].append(
                 f"version {version} was published as {digest}, its file is {found}, its manifest {told!r}"
             )
 
@@ -220,15 +221,15 @@ def _check_checkpoints(published: dict[int, str], store: Path, steps: int, findi
     """Files are what their manifest says, and a state makes the version that was published; the last step has one."""
     manifests = sorted(store.glob("checkpoints/step-*/manifest.json"))
     if not any(file.parent.name.partition(".")[0] == f"step-{steps:06d}" for file in manifests):
-        findings.lost.append(f"there is no checkpoint of the last step, {steps}")
+        findings["lost"].append(f"there is no checkpoint of the last step, {steps}")
     for file in manifests:
         manifest = json.loads(file.read_text())
-        findings.checkpoints += _wrong_files(file.parent, manifest["files"])
-        findings.checkpoints += _wrong_files(store, manifest["shared"])
+        findings["checkpoints"] += _wrong_files(file.parent, manifest["files"])
+        findings["checkpoints"] += _wrong_files(store, manifest["shared"])
         if manifest["extra"]["version_digest"] != published.get(manifest["step"]):
-            findings.checkpoints.append(f"{file.parent} is of a version that was not published")
+            findings["checkpoints"].append(f"{file.parent} is of a version that was not published")
     if not list(store.glob("final/*.safetensors")):
-        findings.lost.append(f"{store}/final holds no model")
+        findings["lost"].append(f"{store}/final holds no model")
 
 
 def _wrong_files(folder: Path, entries: dict[str, dict[str, Any]]) -> Iterable[str]:
@@ -244,7 +245,5 @@ def totals(found: Iterable[Findings]) -> Counter[str]:
     """Lines of each kind, over several runs."""
     total: Counter[str] = Counter()
     for findings in found:
-        for one in fields(findings):
-            value = getattr(findings, one.name)
-            total[one.name] += value if isinstance(value, int) else len(value)
+        total.update({kind: len(lines) for kind, lines in findings.items()}, admitted_stale=findings.admitted_stale)
     return total

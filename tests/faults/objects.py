@@ -163,7 +163,7 @@ class _Run:
                 if attempt == _TRIES - 1:
                     if all(map(self._damaged, self._committed)):
                         break  # rightly refused: there were some, and none is whole
-                    self.result.findings.unresumable.append(f"seed {self._seed}: {error}")
+                    self.result.findings["unresumable"].append(f"seed {self._seed}: {error}")
                     return self._committed[-1] if self._committed else 0
         sound = [step for step in self._committed if not self._damaged(step)]
         self._committed = sound  # the others are set aside, and made again
@@ -172,9 +172,9 @@ class _Run:
         if found is not None:
             self._compare(*found)
         if step < newest and not late:
-            self.result.findings.lost.append(f"seed {self._seed}: {newest} was committed, {step} is found")
+            self.result.findings["lost"].append(f"seed {self._seed}: {newest} was committed, {step} is found")
         if step < self._freed and sound and not late:
-            self.result.findings.unresumable.append(
+            self.result.findings["unresumable"].append(
                 f"seed {self._seed}: payloads are freed up to {self._freed}, {step} is found"
             )
         return max(step, newest)
@@ -184,7 +184,7 @@ class _Run:
         told = (info.extra.get("engine"), info.extra.get(checkpoint.VERSION))
         found = {name: path.read_bytes() for name, path in files.items()}
         if (found, told) != (wanted, ({"updates": info.step}, f"{info.step:064d}")):
-            self.result.findings.checkpoints.append(
+            self.result.findings["checkpoints"].append(
                 f"seed {self._seed}: {info.folder} holds other files, or says {told}"
             )
 

@@ -10,7 +10,7 @@ import functools
 import importlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,10 @@ def _around(
     name: str, process: str, target: str, nth: int = 1, where: str = "", needs: str = ""
 ) -> tuple[Point, Point]:
     """Before and after one call."""
+    area, _, name = name.partition(".")
     about: dict[str, Any] = {"process": process, "target": target, "nth": nth, "where": where, "needs": needs}
-    return Point(name=f"before-{name}", when="enter", **about), Point(name=f"after-{name}", when="exit", **about)
-
-
-def _named(area: str, *points: tuple[Point, Point]) -> list[Point]:
-    return [replace(point, name=f"{area}.{point.name}") for pair in points for point in pair]
+    before, after = f"{area}.before-{name}", f"{area}.after-{name}"
+    return Point(name=before, when="enter", **about), Point(name=after, when="exit", **about)
 
 
 _LEDGER = "areal_core.controller.core.ledger:TrajectoryLedger"
@@ -78,103 +76,66 @@ _SERVERS = "areal_core.generation.client:GenerationClient"
 _ENGINE = "areal_core.generation.server.engine_thread:EngineThread"
 _SWAP = "areal_core.generation.engines.embedded:Engine.swap"
 
-POINTS: list[Point] = [
-    *_named(
-        "ledger",
-        _around("admission", CONTROLLER, f"{_LEDGER}.admit", 9),
-        _around("ready", CONTROLLER, f"{_LEDGER}.ready", 7),
-        _around("batch-fixed", CONTROLLER, f"{_LEDGER}.fix_batch", 5),
-        _around("version", CONTROLLER, f"{_LEDGER}.publish", 4),
-        _around("payloads-freed", CONTROLLER, f"{_LEDGER}.free"),
-        _around("resumed", CONTROLLER, f"{_LEDGER}.resume", needs="resumed"),
+POINTS = [
+    *_around("ledger.admission", CONTROLLER, f"{_LEDGER}.admit", 9),
+    *_around("ledger.ready", CONTROLLER, f"{_LEDGER}.ready", 7),
+    *_around("ledger.batch-fixed", CONTROLLER, f"{_LEDGER}.fix_batch", 5),
+    *_around("ledger.version", CONTROLLER, f"{_LEDGER}.publish", 4),
+    *_around("ledger.payloads-freed", CONTROLLER, f"{_LEDGER}.free"),
+    *_around("ledger.resumed", CONTROLLER, f"{_LEDGER}.resume", needs="resumed"),
+    *_around("controller.batch-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.batch_fixed", 3),
+    *_around("controller.version-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.published", 3),
+    *_around("controller.join", CONTROLLER, "areal_core.controller.pool:GenerationPool.join"),
+    *_around("controller.payload-stored", CONTROLLER, "areal_core.controller.payloads:PayloadStore._flush", 6),
+    *_around("controller.segment-sealed", CONTROLLER, "areal_core.controller.payloads:PayloadStore._seal"),
+    *_around("controller.payload-uploaded", CONTROLLER, f"{STORE}.put_file", where=r"'payloads/"),
+    *_around("controller.segments-deleted", CONTROLLER, "areal_core.controller.payloads:PayloadStore._delete"),
+    *_around("controller.ledger-copied", CONTROLLER, "areal_core.controller.snapshots:snapshot"),
+    *_around("controller.summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary", needs="end"),
+    *_around("update.staged", CONTROLLER, f"{_SERVERS}._stage", 2),
+    *_around("update.paused", CONTROLLER, f"{_SERVERS}._pause", 2),
+    *_around("update.swapped", CONTROLLER, f"{_SERVERS}._swap", 2),
+    *_around("update.resumed", CONTROLLER, f"{_SERVERS}._resume_after_update", 2),
+    *_around("restore.fetched", CONTROLLER, "areal_core.storage.checkpoint:newest_of", needs="moved"),
+    *_around("restore.rewound", CONTROLLER, f"{_LEDGER}.rewind", needs="moved"),
+    *_around("restore.version", CONTROLLER, "areal_core.storage.weights:publish", needs="moved"),
+    *_around("restore.damage-marked", CONTROLLER, "areal_core.controller.restore:forget_damaged", needs="resumed"),
+    *_around("server.pause", SERVER, f"{_ENGINE}.pause", 2),
+    *_around("server.swap", SERVER, _SWAP, 2),
+    *_around("server.resume", SERVER, f"{_ENGINE}.resume", 2),
+    *_around("reward.result", REWARD, "areal_core.rewards.group:GroupRollout.advance", 5),
+    *_around("weights.file", TRAINER, "areal_core.storage.weights:write_tensors", 2),
+    *_around("weights.manifest", TRAINER, "areal_core.storage.weights:write_json", 2),
+    *_around("weights.release", TRAINER, "areal_core.storage.weights:release", 3),
+    *_around("publish.announce", TRAINER, f"{_CLIENT}.announce", 3),
+    *_around("publish.metrics", TRAINER, f"{_CLIENT}.metrics", 3),
+    *_around("publish.version", TRAINER, "areal_core.training.publisher:Publisher.announce"),
+    *_around("checkpoint.ledger", TRAINER, f"{_CLIENT}.snapshot"),
+    *_around("checkpoint.state", TRAINER, f"{STORE}.put_file", where=r"'weights\.safetensors'"),
+    *_around("checkpoint.manifest", TRAINER, f"{STORE}.put_bytes", where=r"'manifest\.json'"),
+    *_around("checkpoint.committed", TRAINER, f"{_CLIENT}.committed"),
+    *_around("checkpoint.read", TRAINER, "areal_core.storage.parts:read_tensors", needs="resumed"),
+    *_around("checkpoint.durable", TRAINER, "areal_core.storage.durable:replace", where="manifest"),
+    *_around(
+        "prune.manifest-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+/manifest\.json'"
     ),
-    *_named(
-        "controller",
-        _around("batch-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.batch_fixed", 3),
-        _around("version-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.published", 3),
-        _around("join", CONTROLLER, "areal_core.controller.pool:GenerationPool.join"),
-        _around("payload-stored", CONTROLLER, "areal_core.controller.payloads:PayloadStore._flush", 6),
-        _around("segment-sealed", CONTROLLER, "areal_core.controller.payloads:PayloadStore._seal"),
-        _around("payload-uploaded", CONTROLLER, f"{STORE}.put_file", where=r"'payloads/"),
-        _around("segments-deleted", CONTROLLER, "areal_core.controller.payloads:PayloadStore._delete"),
-        _around("ledger-copied", CONTROLLER, "areal_core.controller.snapshots:snapshot"),
-        _around("summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary", needs="end"),
-    ),
-    *_named(
-        "update",
-        _around("staged", CONTROLLER, f"{_SERVERS}._stage", 2),
-        _around("paused", CONTROLLER, f"{_SERVERS}._pause", 2),
-        _around("swapped", CONTROLLER, f"{_SERVERS}._swap", 2),
-        _around("resumed", CONTROLLER, f"{_SERVERS}._resume_after_update", 2),
-    ),
-    *_named(
-        "restore",
-        _around("fetched", CONTROLLER, "areal_core.storage.checkpoint:newest_of", needs="moved"),
-        _around("rewound", CONTROLLER, f"{_LEDGER}.rewind", needs="moved"),
-        _around("version", CONTROLLER, "areal_core.storage.weights:publish", needs="moved"),
-        _around("damage-marked", CONTROLLER, "areal_core.controller.restore:forget_damaged", needs="resumed"),
-    ),
-    *_named(
-        "server",
-        _around("pause", SERVER, f"{_ENGINE}.pause", 2),
-        _around("swap", SERVER, _SWAP, 2),
-        _around("resume", SERVER, f"{_ENGINE}.resume", 2),
-    ),
-    *_named("reward", _around("result", REWARD, "areal_core.rewards.group:GroupRollout.advance", 5)),
-    *_named(
-        "weights",
-        _around("file", TRAINER, "areal_core.storage.weights:write_tensors", 2),
-        _around("manifest", TRAINER, "areal_core.storage.weights:write_json", 2),
-        _around("release", TRAINER, "areal_core.storage.weights:release", 3),
-    ),
-    *_named(
-        "publish",
-        _around("announce", TRAINER, f"{_CLIENT}.announce", 3),
-        _around("metrics", TRAINER, f"{_CLIENT}.metrics", 3),
-        _around("version", TRAINER, "areal_core.training.publisher:Publisher.announce"),
-    ),
-    *_named(
-        "checkpoint",
-        _around("ledger", TRAINER, f"{_CLIENT}.snapshot"),
-        _around("state", TRAINER, f"{STORE}.put_file", where=r"'weights\.safetensors'"),
-        _around("manifest", TRAINER, f"{STORE}.put_bytes", where=r"'manifest\.json'"),
-        _around("committed", TRAINER, f"{_CLIENT}.committed"),
-        _around("read", TRAINER, "areal_core.storage.parts:read_tensors", needs="resumed"),
-        _around("durable", TRAINER, "areal_core.storage.durable:replace", where="manifest"),
-    ),
-    *_named(
-        "prune",
-        _around("manifest-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+/manifest\.json'"),
-        _around("folder-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+'"),
-    ),
-    *_named(
-        "trainer",
-        _around("batch", TRAINER, f"{_CLIENT}.batch", 3),
-        _around("group", TRAINER, f"{_CLIENT}.group", 6),
-        _around("model", TRAINER, "areal_core.models.folders:write_model", needs="end"),
-        _around("finish", TRAINER, f"{_CLIENT}.finish", needs="end"),
-    ),
-    *_named(
-        "launcher",
-        _around("folder", LAUNCHER, "areal_core.storage.rundir:RunDir.create"),
-        _around("lease", LAUNCHER, "areal_core.storage.lease:Lease.acquire"),
-        _around("lease-released", LAUNCHER, "areal_core.storage.lease:Lease.release"),
-        _around("numbered", LAUNCHER, "areal_core.storage.rundir:RunDir.numbered", needs="resumed"),
-        _around("server-registered", LAUNCHER, "areal_core.run.registration:ServerRegistration._register"),
-        _around("close", LAUNCHER, "areal_core.run.launcher:Run._close_when_over", 2, needs="end"),
-    ),
-    *_named(
-        "evaluator",
-        _around("record", EVALUATOR, "areal_core.evaluation.scores:RecordFile.add", 3, needs="scored"),
-        _around("score", EVALUATOR, f"{_CLIENT}.evaluated", needs="scored"),
-    ),
-    *_named("evaluation", _around("swap", EVALUATION, _SWAP, needs="scored")),
-    *_named(
-        "outbox",
-        _around("attempt", TRACKER, "areal_core.tracking.outbox:Outbox.attempt_metrics", 2, needs="tracked"),
-        _around("sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_metrics", 2, needs="tracked"),
-        _around("document-sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_document", needs="tracked"),
-    ),
+    *_around("prune.folder-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+'"),
+    *_around("trainer.batch", TRAINER, f"{_CLIENT}.batch", 3),
+    *_around("trainer.group", TRAINER, f"{_CLIENT}.group", 6),
+    *_around("trainer.model", TRAINER, "areal_core.models.folders:write_model", needs="end"),
+    *_around("trainer.finish", TRAINER, f"{_CLIENT}.finish", needs="end"),
+    *_around("launcher.folder", LAUNCHER, "areal_core.storage.rundir:RunDir.create"),
+    *_around("launcher.lease", LAUNCHER, "areal_core.storage.lease:Lease.acquire"),
+    *_around("launcher.lease-released", LAUNCHER, "areal_core.storage.lease:Lease.release"),
+    *_around("launcher.numbered", LAUNCHER, "areal_core.storage.rundir:RunDir.numbered", needs="resumed"),
+    *_around("launcher.server-registered", LAUNCHER, "areal_core.run.registration:ServerRegistration._register"),
+    *_around("launcher.close", LAUNCHER, "areal_core.run.launcher:Run._close_when_over", 2, needs="end"),
+    *_around("evaluator.record", EVALUATOR, "areal_core.evaluation.scores:RecordFile.add", 3, needs="scored"),
+    *_around("evaluator.score", EVALUATOR, f"{_CLIENT}.evaluated", needs="scored"),
+    *_around("evaluation.swap", EVALUATION, _SWAP, needs="scored"),
+    *_around("outbox.attempt", TRACKER, "areal_core.tracking.outbox:Outbox.attempt_metrics", 2, needs="tracked"),
+    *_around("outbox.sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_metrics", 2, needs="tracked"),
+    *_around("outbox.document-sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_document", needs="tracked"),
 ]
 
 

@@ -103,7 +103,7 @@ class Target:
         deadline = time.monotonic() + within_s
         while (left := self.run.processes()) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-        self.result.findings.orphans += [_command(pid) for pid in left]
+        self.result.findings["orphans"] += [_command(pid) for pid in left]
         self.result.output += self.run.output()
         self.close()
 

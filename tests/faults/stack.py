@@ -167,9 +167,9 @@ def strike(folder: Path, killed: str) -> Outcome:
                 progresses()
                 train.process.terminate()
             train.process.wait(_WAIT_S)
-            result.findings.orphans += [f"{pid} {line}" for pid, line in processes_of(state).items()]
+            result.findings["orphans"] += [f"{pid} {line}" for pid, line in processes_of(state).items()]
         except (AssertionError, subprocess.TimeoutExpired) as error:
-            result.findings.unresumable.append(f"{killed}: {error}")
+            result.findings["unresumable"].append(f"{killed}: {error}")
             return result
         finally:
             result.output = train.output()
@@ -179,10 +179,10 @@ def strike(folder: Path, killed: str) -> Outcome:
         status = launched.launcher.wait(_WAIT_S)
         output = launched.output()
     if status:
-        result.findings.unresumable.append(f"{killed}: {output.splitlines()[-1]}")
+        result.findings["unresumable"].append(f"{killed}: {output.splitlines()[-1]}")
         return result
     found = check(run.root, Path(config.storage.url) / "runs" / run.root.name, history.looks, steps=steps)
-    found.orphans += result.findings.orphans
+    found["orphans"] += result.findings["orphans"]
     result.findings = found
     return result
 

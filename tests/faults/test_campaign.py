@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -25,7 +26,6 @@ _STRUCK = (  # one of each kind of process, on both sides of what matters most t
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_seconds(120)
 @pytest.mark.nightly
 def test_run_survives_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
     points = [point for point in POINTS if point.name in _STRUCK]
@@ -36,7 +36,6 @@ def test_run_survives_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_seconds(60)
 @pytest.mark.nightly
 def test_killed_processes_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> None:
     struck, same = processes.repeat(tmp_path, 3, 4, steps=16)
@@ -46,7 +45,6 @@ def test_killed_processes_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_seconds(60)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 @pytest.mark.nightly
 def test_run_survives_losses_of_power(tmp_path: Path) -> None:
@@ -56,7 +54,6 @@ def test_run_survives_losses_of_power(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_seconds(40)
 @pytest.mark.nightly
 def test_run_survives_lost_late_and_repeated_messages(tmp_path: Path) -> None:
     found = outside.lose_messages(tmp_path / "run", 1, steps=20)
@@ -69,6 +66,11 @@ def test_newest_whole_checkpoint_is_found_in_a_store_that_fails(tmp_path: Path) 
     found = [objects.strike(tmp_path / str(seed), seed) for seed in range(10)]
     assert [line for one in found for line in one.findings.problems()] == []
     assert set(sum((one.faults for one in found), Counter[str]())) == set(objects.KINDS)
+
+
+def test_every_point_has_a_name_and_a_function_of_its_own() -> None:
+    assert [point.name for point in POINTS if not inspect.isroutine(point.resolve())] == []
+    assert len({point.name for point in POINTS}) == len(POINTS)
 
 
 def test_full_disk_leaves_the_gates_count_correct(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_doctored_ledger_is_noticed(left: Left, copy: Path, name: str) -> None:
     kind, statement = DOCTORED[name]
     with closing(sqlite3.connect(copy / "runs" / "r" / "ledger.sqlite", isolation_level=None)) as ledger:
         ledger.execute(statement)
-    assert getattr(left.check(copy), kind)
+    assert left.check(copy)[kind]
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -93,4 +93,4 @@ def test_damaged_file_is_noticed(left: Left, copy: Path, name: str) -> None:
         file.unlink()
         if not missing:
             file.write_bytes(data)
-    assert getattr(left.check(copy), kind)
+    assert left.check(copy)[kind]

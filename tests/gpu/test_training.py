@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
-from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.training.batching.packing import Block
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model import operations
 from areal_core.training.model.operations import attention_by_block, causal_attention
+from tests.support.generation import weights
 from tests.support.training import SPEC, engine, train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for sums in a fixed order
@@ -38,13 +38,6 @@ def fixed_order():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def weights(spec: ModelSpec = MEDIUM) -> dict[str, torch.Tensor]:
-    """Large enough that no two tokens are alike, biases included."""
-    generator = torch.Generator().manual_seed(1)
-    fresh = init_weights(spec, 0)
-    return {name: tensor + 0.03 * torch.randn(tensor.shape, generator=generator) for name, tensor in fresh.items()}
 
 
 def batch(sequences: int = 24, capacity: int = 4096) -> TrainingBatch:
@@ -73,7 +66,7 @@ def batch(sequences: int = 24, capacity: int = 4096) -> TrainingBatch:
 
 
 def made(training: TrainingConfig, device: str = DEVICE) -> TorchEngine:
-    return TorchEngine(MEDIUM, weights(), training, AlgorithmConfig(), device=device)
+    return TorchEngine(MEDIUM, weights(MEDIUM, 0, 0.03), training, AlgorithmConfig(), device=device)
 
 
 def first_moments(one: TorchEngine) -> dict[str, np.ndarray]:
@@ -149,7 +142,7 @@ def test_two_ranks_over_nccl_give_what_one_gives(tmp_path: Path):
         pytest.skip("NCCL needs a GPU for each rank: two, and there is one")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.training", *map(str, (rank, 2, 2, 3, tmp_path, "cuda"))],
+            [sys.executable, "-m", "tests.support.training", str(rank), str(tmp_path)],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)},
         )
         for rank in range(2)

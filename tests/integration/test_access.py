@@ -29,7 +29,7 @@ from areal_core.controller.routes import Routes
 from areal_core.run.remote.files import Files
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 ROLES = ("controller", "files", "generation", "publisher", "rewards", "stager", "trainer")
 ENDS = ("/finish", "/stop")  # routes of the controller that end the run

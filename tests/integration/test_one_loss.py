@@ -28,7 +28,7 @@ from tests.support.lora import LORA, adapter, by_peft, form
 from tests.support.offline import OfflineEngine
 from tests.support.training import QWEN3, SPEC, batch, numbers, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(60)]
+pytestmark = [pytest.mark.slow]
 
 PATIENCE_S = 240.0
 

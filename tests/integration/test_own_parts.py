@@ -133,7 +133,6 @@ def check_logprobs(model: torch.nn.Module, group: GroupPayload) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.cpu_seconds(180)
 def test_a_gemma_2_model_is_trained_and_what_samples_it_agrees(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

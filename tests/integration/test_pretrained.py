@@ -22,7 +22,6 @@ PROMPTS, NEW = 8, 16  # completions, and tokens of each
 
 pytestmark = [
     pytest.mark.pretrained,
-    pytest.mark.cpu_seconds(120),
     pytest.mark.skipif(not FILE.exists(), reason="needs SmolLM2: `make train EXPERIMENT=smollm2` fetches it"),
 ]
 

@@ -29,7 +29,7 @@ from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.support.generation import by_transformers, request
 from tests.support.runs import Launched, merged, tiny
 from tests.support.trajectories import ServerView
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow]
 
 
 def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
@@ -38,7 +38,6 @@ def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConf
 
 
 @pytest.mark.nightly
-@pytest.mark.cpu_seconds(80)
 def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
     training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "checkpoint_every": 1}
     config = small(tmp_path, training=training, evaluation={"enabled": False})

@@ -46,11 +46,11 @@ NOISE = 1e-5  # nats: allowed at least, where transformers' rounding happens to 
 SPECS = {"qwen2": QWEN2, "qwen2-gqa": QWEN2_GQA, "llama-gqa": LLAMA_GQA, "qwen3": QWEN3}
 
 
-def weights(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
-    """Weights far from uniform predictions, so that a mistake shows."""
+def weights(spec: ModelSpec, seed: int, scale: float = 0.25) -> dict[str, torch.Tensor]:
+    """Weights far from uniform predictions, biases included, so that a mistake shows."""
     generator = torch.Generator().manual_seed(seed)
     fresh = folders.init_weights(spec, seed)
-    return {name: tensor + 0.25 * torch.randn(tensor.shape, generator=generator) for name, tensor in fresh.items()}
+    return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in fresh.items()}
 
 
 def write(folder: Path, spec: ModelSpec, seed: int) -> Path:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import http.server
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -117,46 +114,38 @@ class HeadNode:
 
 
 class Controller:
-    """The two routes of a controller that launchers use, on the loopback."""
+    """The routes of a controller that launchers use, on the loopback."""
 
     def __init__(self, head_node: HeadNode) -> None:
         self.joined: list[tuple[str, str]] = []  # name, URL
         self.left: list[tuple[str, bool]] = []  # name, and what `on_leave` has seen
-        controller = self
-        status = dataclasses.asdict(
-            RunStatus(
-                step=0, steps=2, version=0, reward=None, accuracy=None, staleness=None, effective_tokens_per_s=None,
-                generated_tokens_per_s=None, elapsed_s=1.0, eta_s=None, finished=None, lost_servers=(),
-            )
-        )  # fmt: skip
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def respond(self, body: Any, status: int = 200) -> None:
-                self.send_response(status)
-                self.end_headers()
-                if status == 200:
-                    self.wfile.write(json.dumps(body).encode())
-
-            def do_GET(self) -> None:
-                self.respond({**status, "lost_servers": head_node.lost})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                controller.joined.append((body["name"], body["url"]))
-                self.respond({}, 204 if body["name"] in head_node.slow else 200)
-
-            def do_DELETE(self) -> None:
-                name = self.path.removeprefix("/servers/")
-                controller.left.append((name, head_node.on_leave(name)))
-                self.respond({})
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._head_node = head_node
+        self._served = Served(self._app)
+        self.url = self._served.url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._served.close()
+
+    def _app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.get("/status", self._status), web.post("/servers", self._join)])
+        app.add_routes([web.delete("/servers/{name}", self._leave)])
+        return app
+
+    async def _status(self, _: web.Request) -> web.Response:
+        lost = tuple(self._head_node.lost)
+        status = RunStatus(
+            step=0, steps=2, version=0, reward=None, accuracy=None, staleness=None, effective_tokens_per_s=None,
+            generated_tokens_per_s=None, elapsed_s=1.0, eta_s=None, finished=None, lost_servers=lost,
+        )  # fmt: skip
+        return web.json_response(dataclasses.asdict(status))
+
+    async def _join(self, request: web.Request) -> web.Response:
+        server = await request.json()
+        self.joined.append((server["name"], server["url"]))
+        return web.Response(status=204) if server["name"] in self._head_node.slow else web.json_response({})
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self.left.append((name, self._head_node.on_leave(name)))
+        return web.json_response({})

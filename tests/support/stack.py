@@ -88,12 +88,6 @@ class Up(ControlPlane):
         runs = self.client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
         return next(run for run in runs if not run.auto_scheduled)
 
-    def scheduled(self, deployment: str) -> list[FlowRun]:
-        """Runs that the schedule of a deployment has made, by the time at which they are due."""
-        made = self.deployment(deployment).id
-        runs = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC)
-        return [run for run in runs if run.auto_scheduled and run.deployment_id == made]
-
     def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
         """The flow run once its state has one of these names."""
 
@@ -114,9 +108,8 @@ class Up(ControlPlane):
     def roles_of(self, run_id: str) -> list[int]:
         """The processes of a run, once its controller and its trainer are ready."""
         ready = self.state / "runs" / run_id / "ready"
-        self.until(
-            "roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")}
-        )
+        needed = {"controller-0.json", "trainer-0.json"}
+        self.until("roles are ready", lambda: needed <= {path.name for path in ready.glob("*")})
         return [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
 
     def result(self, flow_run: FlowRun) -> dict[str, str]:

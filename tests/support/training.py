@@ -1,4 +1,4 @@
-"""A tiny model and batches for tests of training; run as a module, one rank of a data-parallel group."""
+"""A tiny model and batches for tests of training; run as a module, one of two ranks on GPUs."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,33 +11,19 @@ import torch
 
 from areal_core.algorithm.advantages import group_advantages
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
-from areal_core.models.folders import ModelSpec, init_weights
+from areal_core.models.folders import ModelSpec
 from areal_core.training.batching.partition import GroupCost, Part, shard
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GroupPayload
+from tests.support import generation
 
 torch.set_num_threads(1)  # as the processes of a run do; two would only wait for each other at this size
 
 GROUPS, GROUP_SIZE = 5, 4
 TRAINING = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=4, weight_decay=0.1)
-SPEC = ModelSpec(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=23,
-    hidden_size=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    intermediate_size=24,
-    rope_theta=10000.0,
-    rms_eps=1e-6,
-    qkv_bias=True,
-    tie_embeddings=True,
-    context=64,
-    eos_token_ids=(1,),
-)
+SPEC = replace(generation.QWEN2, hidden_size=16, kv_heads=2, head_dim=4, intermediate_size=24, context=64)
 # Heads that together are wider than the hidden state; an epsilon that can be seen.
 QWEN3 = replace(
     SPEC, architecture="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, tie_embeddings=False, head_dim=6, rms_eps=1e-2
@@ -45,12 +31,7 @@ QWEN3 = replace(
 
 
 def weights(spec: ModelSpec = SPEC, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Large enough that no two tokens are alike, biases included."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in init_weights(spec, seed).items()
-    }
+    return generation.weights(spec, seed, 0.3)
 
 
 def payload(seed: int, completions: int = GROUP_SIZE, version: int = 0) -> GroupPayload:
@@ -107,14 +88,8 @@ def batch(
     costs = [GroupCost(0, group.lengths.tolist()) for group in payloads.values()]
     shares = shard(costs, minibatches, world_size, seed=0, step=step)[rank]
     advantages = group_advantages([np.arange(GROUP_SIZE) % (2 + group % 2) for group in payloads])
-    return build_batch(
-        step,
-        shares,
-        shares_of(payloads, shares),
-        advantages,
-        capacity=capacity,
-        share_prompts=share_prompts,
-    )
+    own = shares_of(payloads, shares)
+    return build_batch(step, shares, own, advantages, capacity=capacity, share_prompts=share_prompts)
 
 
 def engine(
@@ -123,12 +98,10 @@ def engine(
     return TorchEngine(spec, weights(spec), training, algorithm or AlgorithmConfig())
 
 
-def train(
-    engine: TorchEngine, steps: range, rank: int = 0, world_size: int = 1, minibatches: int = 2
-) -> list[StepStats]:
+def train(engine: TorchEngine, steps: range, rank: int = 0, world_size: int = 1) -> list[StepStats]:
     stats: list[StepStats] = []
     for step in steps:
-        share = batch(step, rank=rank, world_size=world_size, minibatches=minibatches)
+        share = batch(step, rank=rank, world_size=world_size)
         stats.append(engine.train_step(share, engine.proximal_logprobs(share)))
     return stats
 
@@ -139,24 +112,10 @@ def numbers(stats: StepStats) -> dict[str, float | None]:
     return values.pop("metrics") | values
 
 
-def run_rank(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str = "cpu") -> None:
-    """Train some steps as rank `rank`, and leave its weights and stats in `folder`."""
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    one = TorchEngine(
-        SPEC,
-        weights(),
-        TRAINING,
-        AlgorithmConfig(),
-        ranks=RankGroup(rank, world_size, rendezvous=folder / "rendezvous", timeout_s=60, backend=backend),
-        device=device,
-    )
-    stats = train(one, range(1, steps + 1), rank, world_size, minibatches)
-    np.savez(folder / f"rank-{rank}.npz", stats=repr(stats), **one.weights())  # type: ignore[arg-type]
-    one.ranks.close()
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    assert not [name for name in threads if "gloo" in name], "the group's threads outlive it"
-
-
 if __name__ == "__main__":
-    rank, world_size, minibatches, steps = map(int, sys.argv[1:5])
-    run_rank(rank, world_size, minibatches, steps, Path(sys.argv[5]), *sys.argv[6:])
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    ranks = RankGroup(rank, 2, rendezvous=folder / "rendezvous", timeout_s=60, backend="cpu:gloo,cuda:nccl")
+    one = TorchEngine(SPEC, weights(), TRAINING, AlgorithmConfig(), ranks=ranks, device="cuda")
+    train(one, range(1, 4), rank, 2)
+    np.savez(folder / f"rank-{rank}.npz", **one.weights())  # type: ignore[arg-type]
+    ranks.close()

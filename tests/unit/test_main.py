@@ -14,14 +14,13 @@ import areal_core.__main__ as command
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError, TrackingError
 from areal_core.run.command import Stopped
+from tests.support.signals import pythons_own
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Any:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    with pythons_own():
+        yield
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:

@@ -134,7 +134,6 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
-@pytest.mark.cpu_seconds(40)
 @pytest.mark.recovery
 def test_interrupted_train_saves_its_step_and_ends_the_servers_that_it_started(tmp_path: Path) -> None:
     Train(tmp_path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/unused.db").interrupt()  # no server is needed

@@ -286,7 +286,6 @@ def test_hostile_answers_that_are_executed_change_no_later_verdict(tmp_path: Pat
 
 
 @pytest.mark.attacks
-@pytest.mark.cpu_seconds(60)
 def test_hostile_answers_to_every_data_set_are_contained(
     attacked: Attacked, entries: dict[str, dict[str, Any]]
 ) -> None:
