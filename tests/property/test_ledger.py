@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.core.tables import Place
-from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
+from areal_core.types import GroupState, PolicyVersion, Tally
+from tests.support.records import summary
 
 GROUP = 2
 PLACE = Place(segment="a", start=0, bytes=1, crc32=0)
@@ -64,16 +65,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, tokens: int, age: int) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.inflight)))
         version = max(0, len(self.batches) - age)
-        summary = GroupSummary(
-            lengths=(tokens, 0),
-            rewards=(0.0, 0.0),
-            tokens=tokens,
-            min_version=version,
-            max_version=version,
-            outcomes={},
-            truncated=(False,),
-        )
-        self.ledger.ready(group_id, summary, PLACE, version=len(self.batches))
+        its = summary(tokens=tokens, min_version=version, max_version=version)
+        self.ledger.ready(group_id, its, PLACE, version=len(self.batches))
         self.ready[group_id] = self.inflight.pop(group_id)
         self.tokens[group_id] = tokens
         self.generated += tokens

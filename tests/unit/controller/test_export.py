@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -18,15 +18,10 @@ from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import Evaluation, RunSummary, TokenLedger
+from areal_core.types import RunSummary, TokenLedger
 from tests.support.lora import LORA, adapter, form
 from tests.support.models import write_tiny
-
-
-def scored(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(
-        version=version, digest="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
-    )
+from tests.support.records import evaluation
 
 
 def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
@@ -36,7 +31,7 @@ def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
 
 def test_of_several_with_the_highest_accuracy_the_first_is_the_best() -> None:
     assert best_of([]) is None
-    best = best_of([scored(0, 0.25), scored(5, 0.75), scored(10, 0.75), scored(15, 0.5)])
+    best = best_of([evaluation(0, 0.25), evaluation(5, 0.75), evaluation(10, 0.75), evaluation(15, 0.5)])
     assert best is not None
     assert best.version == 5
 
@@ -90,30 +85,13 @@ CONFIG = load(
         "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}},
     }
 )
-SUMMARY = RunSummary(
-    run_id="first",
-    name="n",
-    mode="sync",
-    seed=3,
-    reason="steps",
-    steps=20,
-    accuracy_before=0.25,
-    accuracy_after=0.5,
-    best_accuracy=0.5,
-    rl_wall_s=100.0,
-    time_to_score_s=None,
-    tokens=TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0),
-    effective_tokens_per_s=1.0,
-    generated_tokens_per_s=1.0,
-    staleness_mean=0.5,
-    staleness_max=1,
-    model_url="x",
-    incarnation=0,
-)
 
 
 def test_card_tells_base_task_and_scores():
-    card = model_card(CONFIG, SUMMARY, scored(5, 0.75))
+    tokens = TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0)
+    its = {"run_id": "first", "mode": "sync", "seed": 3, "steps": 20, "tokens": tokens}
+    told_of = MagicMock(spec=RunSummary, accuracy_before=0.25, accuracy_after=0.5, **its)
+    card = model_card(CONFIG, told_of, evaluation(5, 0.75))
     for told in (
         "Trained from hub:someone/small",
         "20 steps of 512 completions of `gcd`, seed 3, 12,345 tokens",
@@ -122,5 +100,5 @@ def test_card_tells_base_task_and_scores():
         assert told in card
     head = yaml.safe_load(card.split("---\n", 2)[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")  # which the hub reads
-    unscored = model_card(load({}), dataclasses.replace(SUMMARY, accuracy_before=None, accuracy_after=None))
-    assert "were not scored" in unscored
+    told_of.accuracy_before = told_of.accuracy_after = None
+    assert "were not scored" in model_card(load({}), told_of)

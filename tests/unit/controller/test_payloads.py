@@ -15,6 +15,7 @@ from areal_core.controller.payloads import DamagedPayloadError, PayloadStore, tr
 from areal_core.errors import StorageError
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.policies import END, TOKENIZER
+from tests.support.records import batch_group
 
 
 @pytest.fixture
@@ -135,17 +136,7 @@ def put(folder: Path, *texts: str) -> BatchGroup:
     )
     data, checksums = pack_group(payload)
     (folder / "1.bin").write_bytes(b"before" + data)
-    return BatchGroup(
-        group_id=1,
-        lengths=tuple(payload.lengths.tolist()),
-        rewards=(1.0, None, 0.0)[: len(texts)],
-        truncated=(False,) * len(texts),
-        ready_version=5,
-        prompt_tokens=len(payload.prompt_tokens),
-        checksums=checksums,
-        segment="1",
-        start=6,
-    )
+    return batch_group(payload, checksums, rewards=(1.0, None, 0.0), segment="1")
 
 
 def test_two_trajectories_of_each_of_the_oldest_groups(tmp_path: Path) -> None:

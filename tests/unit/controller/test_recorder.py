@@ -18,7 +18,8 @@ from areal_core.controller.core.tables import Ending, Place
 from areal_core.controller.recorder import BatchMetrics, Recorder
 from areal_core.errors import RewardTimeoutError, RewardWorkerError
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
+from areal_core.types import PolicyVersion
+from tests.support.records import evaluation, summary
 from tests.support.servers import server_load
 
 CONFIG = load(
@@ -57,17 +58,9 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
 def train(ledger: TrajectoryLedger, step: int) -> None:
     """A batch of one group with 10 tokens, sampled by version 0, and the version that it makes."""
     group = ledger.admit()
-    summary = GroupSummary(
-        lengths=(7, 3),
-        rewards=(1.0, 0.0),
-        tokens=10,
-        min_version=0,
-        max_version=0,
-        outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
-        truncated=(False, True),
-        metrics={"environment/turns": (1.0, 2.0), "environment/found": (5.0,)},
-    )
-    ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
+    metrics = {"environment/turns": (1.0, 2.0), "environment/found": (5.0,)}
+    its = summary(lengths=(7, 3), tokens=10, truncated=(False, True), metrics=metrics)
+    ledger.ready(group.group_id, its, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, rule="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", digest=str(step)))
 
@@ -75,12 +68,6 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
 def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
     train(ledger, step)
     recorder.published(step, [])
-
-
-def evaluation(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(
-        version=version, digest=str(version), accuracy=accuracy, prompts=10, no_result=0, mean_tokens=5.0, wall_s=0.1
-    )
 
 
 def ending(version: int) -> Ending:

@@ -9,24 +9,11 @@ import pytest
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.core.tables import Ending, Place
 from areal_core.errors import LedgerError
-from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
+from areal_core.types import FORMAT, GroupState, PolicyVersion, Tally
+from tests.support.records import evaluation, summary
 
 GROUP = 2
 PLACE = Place(segment="000001-000001", start=3, bytes=7, crc32=5)
-
-
-def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
-    return GroupSummary(
-        lengths=(tokens - 1, 1),
-        rewards=(1.0, 0.0),
-        tokens=tokens,
-        min_version=version,
-        max_version=version,
-        outcomes={Outcome.CORRECT: 1},
-        truncated=(False, True),
-        prompt_tokens=3,
-        checksums=(1, 2, 3),
-    )
 
 
 def selection(policy: str = "admit", groups: int = 2, max_staleness: int = 1, max_requeues: int = 1) -> Selection:
@@ -46,7 +33,8 @@ def ledger(tmp_path: Path):
 
 def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> int:
     group = ledger.admit()
-    ledger.ready(group.group_id, summary(tokens, at), PLACE, version=at)
+    its = summary(tokens=tokens, min_version=at, max_version=at)
+    ledger.ready(group.group_id, its, PLACE, version=at)
     return group.group_id
 
 
@@ -75,7 +63,7 @@ def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
     straggler = ledger.admit().group_id
     later = admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(1, selection("admit", groups=1)).groups] == [later]
-    ledger.ready(straggler, summary(version=0), PLACE, version=3)
+    ledger.ready(straggler, summary(), PLACE, version=3)
     admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(2, selection("admit", groups=1)).groups] == [straggler]
 
@@ -98,7 +86,7 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     again = ledger.admit()
     assert again.prompt_index == 2
     assert again.group_id != stale
-    ledger.ready(again.group_id, summary(version=0), PLACE, version=0)
+    ledger.ready(again.group_id, summary(), PLACE, version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.admit().prompt_index == 3  # requeued once, not twice
     kept = admit_ready(ledger, at=1)  # as stale as eta allows
@@ -219,8 +207,7 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
         ledger.fix_batch(step, selection(groups=1))
         ledger.publish(version(step))
         ledger.notes.publish(step, float(step))
-    scored = Evaluation(version=1, digest="", accuracy=0.5, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0)
-    ledger.notes.add_evaluation(scored)
+    ledger.notes.add_evaluation(evaluation(1, 0.5))
     while ledger.free(6):
         pass
     folded(ledger, 2)  # which is to be scored
