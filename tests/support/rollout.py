@@ -72,6 +72,7 @@ class FakeEngine:
         self.in_flight = 0  # completions
         self.freed: Callable[[], None] = lambda: None  # is called when one has ended
         self.version = 0
+        self.loads: list[int] = []  # versions
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
         self.contexts: dict[int, tuple[int, ...]] = {}  # of a request, by the first token that it sampled
         self.seeds: dict[str, int] = {}  # by request id
@@ -138,6 +139,7 @@ class FakeEngine:
         return body([completion], version, logprobs=not garbled)
 
     async def load_version(self, version: PolicyVersion) -> None:
+        self.loads.append(version.version)
         await asyncio.sleep(self.rng.uniform(0.0, 0.2))
         self.version = version.version
         if self.interrupts and not self._ending:
