@@ -13,21 +13,6 @@ from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, body, deviat
 DRAWS = 600
 
 
-async def test_log_probabilities_are_those_of_transformers(client, published):
-    asked = [
-        request(
-            f"r{i}", [2 + (7 * i + j) % 21 for j in range(1 + 5 * i)], n=3, max_tokens=60, seed=i, stop_token_ids=()
-        )
-        for i in range(8)
-    ]
-    for item, completions in zip(asked, await asyncio.gather(*map(client.complete, asked)), strict=True):
-        assert len(completions) == 3
-        for completion in completions:
-            assert (len(completion.token_ids), completion.finish_reason) == (60, "length")
-            assert set(completion.versions.tolist()) == {0}
-            assert deviations(published.reference, item, completion).max() < EXACT
-
-
 async def test_the_fields_of_a_response(client, http):
     status, response = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
     assert status == 200

@@ -26,6 +26,9 @@ async def server():
         yield server
 
 
+stager = server  # on the machine of a server that shares no folder with this one
+
+
 @pytest.fixture
 async def vllm():
     async with FakeServer("0.32.0") as server:
@@ -45,13 +48,6 @@ async def connect():
     yield made
     for client in clients:
         await client.close()
-
-
-@pytest.fixture
-async def client(server, connect):
-    client = await connect(server)
-    server.calls.clear()
-    return client
 
 
 @pytest.fixture
@@ -161,17 +157,10 @@ async def test_a_request_sent_in_parts_is_aborted_in_parts(vllm, vllm_client):
     )
 
 
-async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts(vllm, vllm_client):
-    assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
-    await generated(vllm_client, request("group-1-0"))
-    vllm.metrics = "vllm:generation_tokens_total 100.0\n"
-    load = await vllm_client.load()
-    assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
-
-
 async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
+    """And those of others than the rollout are taken from what vLLM counts."""
     await vllm_client.complete(request("group-1-0", n=3))
-    await generated(vllm_client, request("held-out-1"))
+    assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
     assert vllm_client.unreported_tokens == 3 * 24
     vllm.release.clear()
     async with vllm.runs(vllm_client.complete(request("group-2-0", n=2))):
@@ -179,8 +168,10 @@ async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
         await asyncio.gather(vllm_client.load(), vllm_client.load())
         assert vllm_client.unreported_tokens == 2 * 24
     assert vllm_client.unreported_tokens == 2 * 24  # completed since
-    await vllm_client.load()
+    vllm.metrics = "vllm:generation_tokens_total 200.0\n"
+    load = await vllm_client.load()
     assert vllm_client.unreported_tokens == 0
+    assert (load.generated_tokens, load.rollout_tokens) == (200, 200 - 2 * 24)
 
 
 async def test_a_server_whose_counter_has_fallen_is_another_one(vllm, vllm_client):
@@ -219,28 +210,15 @@ async def test_a_server_with_other_routes_is_refused_in_one_line(connect, releas
     assert not isinstance(caught.value, ServerLostError)
 
 
-@pytest.fixture
-async def stager():
-    """On the machine of a server that shares no folder with this one."""
-    async with FakeServer() as made:
-        yield made
-
-
-async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, stager, connect):
-    far = await connect(server, token="t", stager=stager.url)
-    await far.load_version(version(3), "recompute")
+async def test_a_version_is_brought_to_the_server_before_it_hears_of_it_and_not_looked_for_here(vllm, stager, connect):
+    client = await connect(vllm, token="t", stager=stager.url)
+    await client.load_version(version(3), "resubmit")
     assert stager.calls == [("/stage", {"version": 3, "path": "/weights/3", "digest": "hash-3"})]
-    assert server.updates()[:2] == [
+    await client.reload(version(4))
+    assert vllm.updates()[:2] == [
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}),
     ]
-
-
-async def test_a_version_brought_to_vllm_is_not_looked_for_here(vllm, stager, connect):
-    client = await connect(vllm, token="t", stager=stager.url)
-    await client.load_version(version(3), "resubmit")
-    await client.reload(version(4))
-    assert ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}) in vllm.calls
     call = {"method": "reload_weights", "kwargs": {"weights_path": "/here/4"}}
     assert ("/collective_rpc", call) in vllm.calls
 
@@ -254,7 +232,8 @@ async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager
     assert server.updates() == []
 
 
-async def test_server_errors_and_lost_connections_are_lost_servers(server, client):
+async def test_server_errors_and_lost_connections_are_lost_servers(server, connect):
+    client = await connect(server)
     for status, kind in (
         (400, GenerationError),
         (404, GenerationError),
