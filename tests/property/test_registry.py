@@ -200,7 +200,7 @@ class Play:
         assert not set(self.pool.registry.lost) & {one.url for one in working}
         assert len(self.pool.registry.at_work) == len(working)
         if working:
-            assert self.pool.version <= min(self.world.actual[one.url] for one in working)
+            assert self.pool.version == min(one.loaded.version for one in working)
             assert self.pool.version >= self.lowest, "i went back"
             self.lowest = self.pool.version
 

@@ -1,6 +1,7 @@
 """The life of a server as the picture has it, and updates that hold the servers for no longer than they may."""
 
 import asyncio
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -14,13 +15,8 @@ WAY = {  # to each state
 }  # fmt: skip
 
 
-class Client:
-    def __init__(self, url="http://a"):
-        self.url = url
-
-
 def brought(registry, state, name="a"):
-    server = registry.announce(name, Client(f"http://{name}"))
+    server = registry.announce(name, MagicMock(url=f"http://{name}"))
     for event in WAY[state]:
         registry.apply(server, event)
     assert server.state.value == state
@@ -36,22 +32,10 @@ def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(re
     others = [brought(registry, state, "a") for state in ("announced", "joining", "serving", "updating", "leaving")]
     other_name = brought(registry, "lost", "b")
     lost = brought(registry, "lost", "a")
-    new = registry.announce("a", Client("http://new"))
+    new = registry.announce("a", MagicMock())
     assert (lost.state.value, new.state.value) == ("ended", "announced")
     assert registry.servers == (*others, other_name, new)
     assert registry.lost == ("http://b",)
-
-
-def test_version_is_the_lowest_of_those_at_work(registry):
-    assert registry.version == 0
-    registry.target = version(9)
-    assert registry.version == 9  # the next one gets it
-    for name, state, loaded in (("a", "serving", 5), ("b", "updating", 4), ("c", "leaving", 3), ("d", "lost", 2)):
-        brought(registry, state, name).loaded = version(loaded)
-    brought(registry, "joining", "e").loaded = version(1)
-    assert registry.version == 4
-    registry.apply(registry.at_work[1], "load", version=version(6))
-    assert registry.version == 5
 
 
 async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_raised(registry):
@@ -65,30 +49,18 @@ async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_
     assert await registry.ask(servers, call) == {servers[0]: "a", servers[2]: "c"}
     assert servers[1].state.value == "lost"
 
-    async def mistake(server):
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        await registry.ask(servers[:1], mistake)
+        await registry.ask(servers[:1], AsyncMock(side_effect=ZeroDivisionError))
     assert servers[0].at_work
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-async def free(registry):
-    async with asyncio.timeout(2), registry.exclusive:
-        return True
-
-
-async def nothing(_):
-    pass
-
-
 async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
     server = brought(registry, "serving")
     registry.target = version(2)  # of one that has joined while this one waited
-    await registry.update(version(1), nothing)
+    await registry.update(version(1), AsyncMock())
     assert (server.state.value, server.loaded) == ("serving", None)
 
 
@@ -96,11 +68,7 @@ async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(regis
 async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
     server = brought(registry, "serving")
     registry.target = version(1)
-
-    async def call(_):
-        raise error
-
     with pytest.raises(error):
-        await registry.update(version(1), call)
+        await registry.update(version(1), AsyncMock(side_effect=error))
     assert server.state.value == "lost"
-    assert await free(registry)
+    assert not registry.exclusive.locked()
