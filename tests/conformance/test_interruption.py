@@ -3,11 +3,10 @@
 import asyncio
 import functools
 
-import numpy as np
 import pytest
 
 from areal_core.api.pending_completions import PendingCompletions
-from areal_core.api.wire import join_completions, parse_generation, version_spans
+from areal_core.api.wire import join_completions, version_spans
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, get, post, until
 
@@ -113,27 +112,6 @@ async def test_an_update_that_waits_mixes_no_versions(client, server, pool_of, p
     for item, completion in await joined([*pending, late], []):
         assert set(completion.versions.tolist()) == ({1} if item is late.request else {0})
         assert deviations(published.reference, item, completion).max() < EXACT
-
-
-async def test_tokens_after_a_seam_are_sampled_anew(client, server, pool_of, published):
-    """A server that is asked for the rest with the seed of the whole uses the first random numbers again. At a high
-    temperature they decide more than the context does: many of the first tokens come again."""
-    pool = await pool_of("resubmit")
-    asked = [request(f"r{i}", max_tokens=LENGTH, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
-    _, pending, calls = await interrupted(client, server, pool, asked, client.abort_all)
-    completions = await joined(pending, calls)
-    seams = [
-        len(parse_generation(body)[index].token_ids)
-        for pending in pending
-        for completion in pending.completions()
-        for body, index in completion.segments[:1]
-    ]
-    assert all(10 < seam < LENGTH - 10 for seam in seams)
-    again = [
-        completion.token_ids[seam : seam + 10] == completion.token_ids[:10]
-        for (_, completion), seam in zip(completions, seams, strict=True)
-    ]
-    assert np.mean(again) < 0.15  # 0.05 by chance, 0.3 and more with the seed of the whole
 
 
 async def test_pause_keep_holds_completions_and_resume_goes_on_as_if_nothing_had_been(client, server, http, published):

@@ -27,14 +27,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.longest_s = 0.0
 
     def now(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
-        self.longest_s = max(self.longest_s, seconds)
 
 
 def pace(clock: Clock, config: EmulationConfig = CONFIG) -> Pace:

@@ -171,7 +171,6 @@ class FakeRewards:
         self.rng, self.n, self.fail, self.right, self.more = rng, n, fail, right, more
         self.partial = 0.0  # the reward of a wrong completion; unless it is 0, no completion counts as right
         self.uniform_tokens = 0  # of groups whose completions were all correct or all wrong
-        self.further = 0  # completions of later turns
         self.scored: list[
             tuple[tuple[int, ...], list[int], list[int]]
         ] = []  # text before a completion, tokens, versions
@@ -224,7 +223,6 @@ class FakeSession:
             assert completion.finish_reason in ("stop", "length")
             self.missing.remove((each.request, each.index))
             self.turns[each.request, each.index] = self.texts[each.request], completion
-            rewards.further += each.request > 0
         if self.missing:
             return ()
         if rewards.more and rewards.rng.random() < rewards.more:

@@ -18,7 +18,7 @@ from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import RunSummary, TokenLedger
+from areal_core.types import TokenLedger
 from tests.support.lora import LORA, adapter, form
 from tests.support.models import write_tiny
 from tests.support.records import evaluation
@@ -78,27 +78,13 @@ def test_a_version_that_is_not_what_was_scored_becomes_none(tmp_path: Path, dama
     assert not (tmp_path / "store" / "best").exists()
 
 
-CONFIG = load(
-    {
-        "mode": "sync",
-        "model": {"path": "hub:someone/small", "context": 2048},
-        "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}},
-    }
-)
-
-
-def test_card_tells_base_task_and_scores():
+def test_card_has_the_head_of_the_hub_and_tells_what_was_trained_and_scored():
     tokens = TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0)
-    its = {"run_id": "first", "mode": "sync", "seed": 3, "steps": 20, "tokens": tokens}
-    told_of = MagicMock(spec=RunSummary, accuracy_before=0.25, accuracy_after=0.5, **its)
-    card = model_card(CONFIG, told_of, evaluation(5, 0.75))
-    for told in (
-        "Trained from hub:someone/small",
-        "20 steps of 512 completions of `gcd`, seed 3, 12,345 tokens",
-        "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750.",
-    ):
-        assert told in card
-    head = yaml.safe_load(card.split("---\n", 2)[1])
-    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")  # which the hub reads
-    told_of.accuracy_before = told_of.accuracy_after = None
-    assert "were not scored" in model_card(load({}), told_of)
+    summary = MagicMock(accuracy_before=0.25, accuracy_after=0.5, steps=20, seed=3, tokens=tokens)
+    card = model_card(load({"model": {"path": "hub:someone/small"}}), summary, evaluation(5, 0.75))
+    assert "Trained from hub:someone/small" in card
+    assert "20 steps of 512 completions of `arithmetic`, seed 3, 12,345 tokens" in card
+    assert "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750." in card
+    assert yaml.safe_load(card.split("---\n", 2)[1])["library_name"] == "transformers"
+    summary.accuracy_before = summary.accuracy_after = None
+    assert "were not scored" in model_card(load({}), summary)
