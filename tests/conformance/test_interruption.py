@@ -11,7 +11,6 @@ from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, get, post, until
 
 LENGTH = 600  # tokens: of a completion that is far from its end when slow steps are over
-EXACTLY = ["recompute", "resubmit"]  # interruptions after which completions go on with a KV cache of the new weights
 
 
 async def begun(client, pool, asked):
@@ -52,7 +51,7 @@ async def joined(pending, calls):
     ]
 
 
-@pytest.mark.parametrize("interruption", EXACTLY)
+@pytest.mark.parametrize("interruption", ["recompute", "resubmit"])  # they go on with a KV cache of the new weights
 async def test_completions_are_exact_before_across_and_after_updates(client, server, pool_of, published, interruption):
     pool = await pool_of(interruption)
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import orjson
@@ -76,6 +77,7 @@ class FakeEngine:
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
         self.contexts: dict[int, tuple[int, ...]] = {}  # of a request, by the first token that it sampled
         self.seeds: dict[str, int] = {}  # by request id
+        self.tries: Counter[str] = Counter()
         self.interrupted = 0  # completions that were requested again
         self.cut_off = 0  # requests that were cancelled
         self._interruption = asyncio.Event()
@@ -124,6 +126,7 @@ class FakeEngine:
         """One completion of a request."""
         version = self.version
         assert self.seeds.setdefault(request.request_id, request.seed) == request.seed
+        self.tries[request.request_id] += 1
         assert request.max_tokens > 0
         try:
             async with asyncio.timeout(self.rng.expovariate(1.0)):

@@ -34,14 +34,6 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-async def test_what_is_stored_is_read_wherever_it_lies(store: PayloadStore, folder: Path) -> None:
-    payloads = [b"first", b"", b"second", b"third"]
-    places = [await store.append(payload) for payload in payloads]
-    assert [await store.read(place) for place in places] == payloads
-    assert [place.segment for place in places] == ["000002-000001"] * 3 + ["000002-000002"]
-    assert names(folder) == ["000002-000001.bin", "000002-000002.bin"]
-
-
 async def test_payloads_that_come_at_once_are_synced_together(
     store: PayloadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -347,17 +347,10 @@ async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, 
 # -- the life of a server, as the picture of the registry has it -------------------------------------------------------
 
 
-WAY = {  # to each state
-    "announced": [], "joining": ["join"], "serving": ["join", "serve"], "updating": ["join", "serve", "update"],
-    "leaving": ["join", "serve", "leave"], "lost": ["join", "fail"], "ended": ["end"],
-}  # fmt: skip
-
-
-def brought(registry, state, name="a"):
+def serving(registry, name="a"):
     server = registry.announce(name, MagicMock(url=f"http://{name}"))
-    for event in WAY[state]:
-        registry.apply(server, event)
-    assert server.state.value == state
+    registry.apply(server, "join")
+    registry.apply(server, "serve")
     return server
 
 
@@ -367,17 +360,17 @@ def registry():
 
 
 def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(registry):
-    others = [brought(registry, state, "a") for state in ("announced", "joining", "serving", "updating", "leaving")]
-    other_name = brought(registry, "lost", "b")
-    lost = brought(registry, "lost", "a")
+    other, lost, other_name = serving(registry), serving(registry), serving(registry, "b")
+    for each in (lost, other_name):
+        registry.apply(each, "fail")
     new = registry.announce("a", MagicMock())
     assert (lost.state.value, new.state.value) == ("ended", "announced")
-    assert registry.servers == (*others, other_name, new)
+    assert registry.servers == (other, other_name, new)
     assert registry.lost == ("http://b",)
 
 
 async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_raised(registry):
-    servers = [brought(registry, "serving", name) for name in "abc"]
+    servers = [serving(registry, name) for name in "abc"]
 
     async def call(server):
         if server.name == "b":
@@ -393,7 +386,7 @@ async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_
 
 
 async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
-    server = brought(registry, "serving")
+    server = serving(registry)
     registry.target = version(2)  # of one that has joined while this one waited
     await registry.update(version(1), AsyncMock())
     assert (server.state.value, server.loaded) == ("serving", None)
@@ -401,7 +394,7 @@ async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(regis
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
-    server = brought(registry, "serving")
+    server = serving(registry)
     registry.target = version(1)
     with pytest.raises(error):
         await registry.update(version(1), AsyncMock(side_effect=error))

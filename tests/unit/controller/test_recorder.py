@@ -74,14 +74,9 @@ def ending(version: int) -> Ending:
     return Ending(reason="steps", version=version, model_url="final")
 
 
-def points(path: Path) -> dict[tuple[str, int], float]:
-    with sqlite3.connect(path) as outbox:
-        return {(key, step): value for key, step, value in outbox.execute("SELECT key, step, value FROM metrics")}
-
-
-def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
-    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=clock)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
     recorder.start_clock()
     ledger.counters.join("a", "http://a", 0)
     for kind in (RewardTimeoutError, RewardTimeoutError, RewardWorkerError):
@@ -94,7 +89,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
         recorder.batch_fixed(manifest)
         ledger.counters.report("a", 12 * step, 0)
         recorder.published(step, [server_load(generated, idle_s)])
-    logged = points(tmp_path / "outbox.sqlite")
+    logged = {(key, step): value for key, points in outbox.history().items() for step, value in points}
     assert logged["reward/mean", 2] == 0.5
     assert logged["completion/tokens_mean", 2] == 5.0
     assert logged["completion/truncated", 2] == 0.5
@@ -254,7 +249,8 @@ def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: Traj
 
 
 def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: TrajectoryLedger, tmp_path: Path) -> None:
-    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0), clock=Clock())
+    outbox = Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder.start_clock()
     with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -262,4 +258,4 @@ def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: Trajector
         other.execute("ROLLBACK")
     recorder.evaluated(evaluation(1, 0.6))
     assert [known.version for known in recorder.evaluations] == [0, 1]
-    assert {step for _, step in points(tmp_path / "outbox.sqlite")} == {1}
+    assert {step for points in outbox.history().values() for step, _ in points} == {1}

@@ -117,19 +117,21 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     assert [ledger.publish(version(2, content)) for content in ("other", "a")] == ["replaced", "replaced"]
 
 
-def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
-    """Versions 0 to 3 and steps of one group each; returns the group of each step."""
-    for number in (0, 1, 2, 3):
-        ledger.publish(version(number))
-    batches = {}
-    for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
-        batches[step] = admit_ready(ledger, at=sampled_by)
+def stepped(ledger: TrajectoryLedger, *sampled_by: int) -> dict[int, int]:
+    """Steps of one group each, which these versions have sampled, and the versions that they train, with notes; returns
+    the group of each step."""
+    groups = {}
+    for step, sampler in enumerate(sampled_by, 1):
+        ledger.publish(version(step - 1))
+        groups[step] = admit_ready(ledger, tokens=step, at=sampler)
         ledger.fix_batch(step, selection(groups=1))
-    return batches
+        ledger.notes.publish(step, float(step))
+        ledger.notes.add_staleness(step, {"0": step, "1": 1})
+    return groups
 
 
 def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ledger.rewind(3)
     ledger.rewind(9)
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
@@ -144,7 +146,7 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
 
 
 def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
     assert ledger.publish(version(2, "other")) == "replaced"
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
@@ -187,42 +189,25 @@ def books(ledger: TrajectoryLedger) -> tuple[object, ...]:
     return ledger.tokens(), ledger.counts(), ledger.dropped(), ledger.admitted, ledger.last_step()
 
 
-def three_steps(ledger: TrajectoryLedger) -> list[int]:
-    """Steps of one group each, with their versions and notes; returns the groups."""
-    ledger.publish(version(0))
-    groups = []
-    for step in (1, 2, 3):
-        groups.append(admit_ready(ledger, tokens=step, at=step - 1))
-        ledger.fix_batch(step, selection(groups=1))
-        ledger.publish(version(step))
-        ledger.notes.publish(step, float(step))
-        ledger.notes.add_staleness(step, {"0": step, "1": 1})
-    return groups
-
-
 def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
-    groups = three_steps(ledger)
-    for step in (4, 5, 6):
-        admit_ready(ledger)
-        ledger.fix_batch(step, selection(groups=1))
-        ledger.publish(version(step))
-        ledger.notes.publish(step, float(step))
+    groups = stepped(ledger, 0, 1, 2, 0, 0, 0)
+    ledger.publish(version(6))
     ledger.notes.add_evaluation(evaluation(1, 0.5))
     while ledger.free(6):
         pass
     folded(ledger, 2)  # which is to be scored
     assert [number for number in range(7) if ledger.versions.digest(number)] == [0, 2, 6]
     assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
-    assert [ledger.step_of(group) for group in (groups[0], groups[-1] + 3)] == [None, 6]
+    assert [ledger.step_of(group) for group in (groups[1], groups[6])] == [None, 6]
     assert ledger.publish(version(3)) == "same"  # late
     assert ledger.versions.digest(3) is None
     assert ledger.notes.incarnation == 0
-    with pytest.raises(LedgerError, match=f"no group {groups[0]}"):
-        ledger.lose(groups[0])
+    with pytest.raises(LedgerError, match=f"no group {groups[1]}"):
+        ledger.lose(groups[1])
 
 
 def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
-    three_steps(ledger)
+    stepped(ledger, 0, 1, 2)
     ledger.notes.add_staleness(2, {"1": 10})
     assert ledger.notes.staleness() == {"0": 1 + 3, "1": 1 + 10 + 1}
     ledger.notes.forget(2)
@@ -231,12 +216,9 @@ def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
 
 def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch):
     monkeypatch.setattr("areal_core.controller.core.ledger._AT_ONCE", 2)
-    groups = three_steps(ledger)
-    for step in (4, 5):
-        groups.append(admit_ready(ledger))
-        ledger.fix_batch(step, selection(groups=1))
+    groups = stepped(ledger, 0, 1, 2, 0, 0)
     assert ledger.free(5)
-    assert (ledger.payloads.forgotten, [group for group, _ in ledger.payloads.all()]) == (3, groups[3:])
+    assert (ledger.payloads.forgotten, [group for group, _ in ledger.payloads.all()]) == (3, [groups[4], groups[5]])
     assert not ledger.free(5)
     assert (ledger.payloads.forgotten, list(ledger.payloads.all())) == (5, [])
     assert not ledger.free(2)
@@ -245,11 +227,11 @@ def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch)
     assert ledger.fold()
     assert books(ledger) == before
     assert ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0] == 5 - 2
-    assert folded(ledger) == [groups[4]]
+    assert folded(ledger) == [groups[5]]
 
 
 def test_a_snapshot_is_small(ledger, tmp_path):
-    three_steps(ledger)
+    stepped(ledger, 0, 1, 2)
     for _ in range(200):
         ledger.drop(admit_ready(ledger), "why")
     whole, small = tmp_path / "whole.sqlite", tmp_path / "small.sqlite"
@@ -397,7 +379,7 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
 
 
 def test_the_versions_before_a_damaged_batch_stay(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ledger.lose(batches[2])
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
 
