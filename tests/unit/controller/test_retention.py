@@ -236,14 +236,13 @@ async def test_a_job_and_the_deletion_of_old_checkpoints_exclude_each_other(
     """In an outage, further checkpoints come between the deletion's look at the store and what it deletes."""
     prune = MagicMock(return_value=0)
     monkeypatch.setattr(checkpoint, "prune", prune)
-    others = {name: MagicMock() for name in ("recorder", "schedule", "storage", "ledger", "loading")}
-    config = load({"rollout": {"retain": "all"}})
-    retention = Retention(config, 3, snapshots=run.snapshots, payloads=AsyncMock(), pages=tmp_path, **others)
+    given = {"snapshots": run.snapshots, "payloads": AsyncMock(), "pages": tmp_path}
+    made = retention({"rollout": {"retain": "all"}}, **given)
     step = await run.step()
     async with run.snapshots.exclusive:
-        retention.committed()
+        made.committed()
         assert await run.snapshots.take(step, "a", 0.05) is None
         assert (run.puts, prune.mock_calls) == ([], [])
     assert await run.snapshots.take(step, "a", 30.0) is not None
-    await retention.settled()
+    await made.settled()
     prune.assert_called_once()

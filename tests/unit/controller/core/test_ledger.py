@@ -163,20 +163,6 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
     assert ledger.fix_batch(3, selection(groups=2)).groups[0].group_id == batches[3]
 
 
-def test_a_snapshot_names_the_segments_that_it_needs(ledger, tmp_path):
-    for number in (1, 2, 3):
-        group = ledger.admit().group_id
-        ledger.ready(group, summary(), replace(PLACE, segment=f"s{number}"), version=0)
-    ledger.fix_batch(1, selection(groups=1))
-    ledger.fix_batch(2, selection(groups=1))
-    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite") == {"s1", "s2", "s3"}
-    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", 1) == {"s2", "s3"}
-    copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
-    assert copy.payloads.segments() == {"s2", "s3"}
-    copy.close()
-    assert ledger.payloads.segments() == {"s1", "s2", "s3"}
-
-
 def folded(ledger: TrajectoryLedger, *kept: int) -> list[int]:
     """Fold all that can be; returns the groups that have rows still."""
     while ledger.fold(kept):
