@@ -33,14 +33,6 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(groups
         assert (len(own) == 1) == (prompt + sum(lengths) <= CAPACITY)
 
 
-@given(lengths)
-def test_groups_of_one_completion_are_cut_as_sequences_are(lengths: list[int]):
-    split = [(length // 2, length - length // 2) for length in lengths if length > 1]
-    cut = allocate_groups([prompt for prompt, _ in split], [[completion] for _, completion in split], CAPACITY)
-    plain = allocate([sum(each) for each in split], CAPACITY)
-    assert [[item[0][0] for item in members] for members in cut] == plain
-
-
 costs = st.lists(
     st.builds(
         GroupCost, st.sampled_from([0, 1, 50, 2000]), st.lists(st.sampled_from([0, 0, 1, 7, 300, 1000]), max_size=8)

@@ -10,15 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.core.tables import Place
-from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
+from areal_core.types import GroupState, Tally
+from tests.support.records import summary
+from tests.support.servers import version
 
 GROUP = 2
-PLACE = Place(segment="a", start=0, bytes=1, crc32=0)
 GROUPS_PER_BATCH = 2
-
-
-def version(number: int) -> PolicyVersion:
-    return PolicyVersion(version=number, path=f"v{number}", digest=str(number))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -63,17 +60,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(0, 50), age=st.integers(0, 3))
     def finish(self, data: st.DataObject, tokens: int, age: int) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.inflight)))
-        version = max(0, len(self.batches) - age)
-        summary = GroupSummary(
-            lengths=(tokens, 0),
-            rewards=(0.0, 0.0),
-            tokens=tokens,
-            min_version=version,
-            max_version=version,
-            outcomes={},
-            truncated=(False,),
-        )
-        self.ledger.ready(group_id, summary, PLACE, version=len(self.batches))
+        oldest = max(0, len(self.batches) - age)
+        its = summary(tokens=tokens, min_version=oldest, max_version=oldest)
+        place = Place(segment=f"s{group_id}", start=0, bytes=1, crc32=0)
+        self.ledger.ready(group_id, its, place, version=len(self.batches))
         self.ready[group_id] = self.inflight.pop(group_id)
         self.tokens[group_id] = tokens
         self.generated += tokens
@@ -142,11 +132,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.restores += 1
         copy = Path(self.folder.name) / f"ledger-{self.restores}.sqlite"
         before = self.ledger.tokens(), self.ledger.counts(), self.ledger.dropped(), self.ledger.last_step()
+        held = self.ledger.payloads.segments()
         segments = snapshot(self.path, copy, self.forgotten)
+        assert self.ledger.payloads.segments() == held
         self.ledger.close()
         self.path, self.ledger = copy, TrajectoryLedger(copy, group_size=GROUP)
         assert (self.ledger.tokens(), self.ledger.counts(), self.ledger.dropped(), self.ledger.last_step()) == before
-        assert segments == self.ledger.payloads.segments()
+        assert segments == self.ledger.payloads.segments() == {f"s{group_id}" for group_id in self._needed()}
 
     @rule()
     def restart(self) -> None:
@@ -186,8 +178,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def payloads_stay_until_they_are_forgotten(self) -> None:
+        assert {group_id for group_id, _ in self.ledger.payloads.all()} == self._needed()
+
+    def _needed(self) -> set[int]:
         later = {group_id for step, members in self.batches.items() if step > self.forgotten for group_id in members}
-        assert {group_id for group_id, _ in self.ledger.payloads.all()} == later | self.ready.keys()
+        return later | self.ready.keys()
 
     def _forget(self, group_id: int, *, requeue: bool) -> None:
         self.dropped_groups += 1

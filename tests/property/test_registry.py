@@ -58,17 +58,7 @@ class Client:
 
     world: World
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None,
-        stager: str | None,
-        adapters: bool,
-        update_timeout_s: float,
-        timeline: object,
-        plane: object,
-    ) -> None:
+    def __init__(self, url: str, *, update_timeout_s: float, **_: object) -> None:
         self.url, self.update_timeout_s = url, update_timeout_s
         self.resubmitted_tokens = 0
         self.asked = self.returned = self.reported = 0  # tokens, at most
@@ -200,7 +190,7 @@ class Play:
         assert not set(self.pool.registry.lost) & {one.url for one in working}
         assert len(self.pool.registry.at_work) == len(working)
         if working:
-            assert self.pool.version <= min(self.world.actual[one.url] for one in working)
+            assert self.pool.version == min(one.loaded.version for one in working)
             assert self.pool.version >= self.lowest, "i went back"
             self.lowest = self.pool.version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import orjson
@@ -72,9 +73,11 @@ class FakeEngine:
         self.in_flight = 0  # completions
         self.freed: Callable[[], None] = lambda: None  # is called when one has ended
         self.version = 0
+        self.loads: list[int] = []  # versions
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
         self.contexts: dict[int, tuple[int, ...]] = {}  # of a request, by the first token that it sampled
         self.seeds: dict[str, int] = {}  # by request id
+        self.tries: Counter[str] = Counter()
         self.interrupted = 0  # completions that were requested again
         self.cut_off = 0  # requests that were cancelled
         self._interruption = asyncio.Event()
@@ -123,6 +126,7 @@ class FakeEngine:
         """One completion of a request."""
         version = self.version
         assert self.seeds.setdefault(request.request_id, request.seed) == request.seed
+        self.tries[request.request_id] += 1
         assert request.max_tokens > 0
         try:
             async with asyncio.timeout(self.rng.expovariate(1.0)):
@@ -138,6 +142,7 @@ class FakeEngine:
         return body([completion], version, logprobs=not garbled)
 
     async def load_version(self, version: PolicyVersion) -> None:
+        self.loads.append(version.version)
         await asyncio.sleep(self.rng.uniform(0.0, 0.2))
         self.version = version.version
         if self.interrupts and not self._ending:
@@ -169,7 +174,6 @@ class FakeRewards:
         self.rng, self.n, self.fail, self.right, self.more = rng, n, fail, right, more
         self.partial = 0.0  # the reward of a wrong completion; unless it is 0, no completion counts as right
         self.uniform_tokens = 0  # of groups whose completions were all correct or all wrong
-        self.further = 0  # completions of later turns
         self.scored: list[
             tuple[tuple[int, ...], list[int], list[int]]
         ] = []  # text before a completion, tokens, versions
@@ -222,7 +226,6 @@ class FakeSession:
             assert completion.finish_reason in ("stop", "length")
             self.missing.remove((each.request, each.index))
             self.turns[each.request, each.index] = self.texts[each.request], completion
-            rewards.further += each.request > 0
         if self.missing:
             return ()
         if rewards.more and rewards.rng.random() < rewards.more:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from areal_core.api.wire import PARTS, ServerLoad, encode_part
@@ -205,8 +204,3 @@ async def generated(client: GenerationClient, request: GenerationRequest) -> byt
     await client.generate(request, lambda _, received: parts.append(received.body))
     [part] = parts
     return part
-
-
-def choices(response: bytes) -> list[tuple[list[int], str]]:
-    """Tokens and finish reason of every choice of a body."""
-    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(response)["choices"]]

@@ -14,8 +14,9 @@ from areal_core.api.scored_groups import (
     spans_text,
 )
 from areal_core.errors import StorageError
-from areal_core.types import BatchGroup, GroupPayload
+from areal_core.types import GroupPayload
 from tests.support.groups import unpack_group
+from tests.support.records import batch_group
 
 
 def group(lengths: Sequence[int] = (3, 1, 2)) -> GroupPayload:
@@ -31,33 +32,19 @@ def group(lengths: Sequence[int] = (3, 1, 2)) -> GroupPayload:
     )
 
 
-def described(payload: GroupPayload, checksums: tuple[int, ...], start: int = 0) -> BatchGroup:
-    return BatchGroup(
-        group_id=4,
-        lengths=tuple(payload.lengths.tolist()),
-        rewards=(0.0,) * len(payload.lengths),
-        truncated=tuple(payload.truncated.tolist()),
-        ready_version=0,
-        prompt_tokens=len(payload.prompt_tokens),
-        checksums=checksums,
-        segment="000001-000001",
-        start=start,
-    )
-
-
 def test_group_comes_back_exactly():
     before = group()
     data, checksums = pack_group(before)
     assert part_spans(2, (3, 1, 2)) == [(0, 8), (8, 47), (47, 60), (60, 86)]  # 4 bytes a prompt token, 13 a later one
     assert len(data) == 86
-    after = unpack_group(data, described(before, checksums))
+    after = unpack_group(data, batch_group(before, checksums))
     for field in dataclasses.fields(GroupPayload):
         one, two = getattr(before, field.name), getattr(after, field.name)
         assert one.dtype == two.dtype
         np.testing.assert_array_equal(one, two)
     for damaged in (b"", b"junk", data[:-1]):
         with pytest.raises(StorageError, match="not what was stored"):
-            unpack_group(damaged, described(before, checksums))
+            unpack_group(damaged, batch_group(before, checksums))
 
 
 def test_some_completions_are_read_and_nothing_of_the_others():
@@ -68,7 +55,7 @@ def test_some_completions_are_read_and_nothing_of_the_others():
         read.extend(spans)
         return [data[start:end] for start, end in spans]
 
-    after = read_group(spans_of, described(before, checksums), [2, 0])
+    after = read_group(spans_of, batch_group(before, checksums), [2, 0])
     assert read == [part_spans(2, (3, 1, 2))[part] for part in (0, 3, 1)]
     assert after.prompt_tokens.tolist() == [5, 6]
     assert after.lengths.tolist() == [2, 3]
@@ -80,7 +67,7 @@ def test_some_completions_are_read_and_nothing_of_the_others():
 
 
 def test_spans_are_named_in_a_request_and_their_bytes_told_apart():
-    spans = in_segment(described(group(), (), start=6), [(0, 8), (47, 60), (8, 8)])
+    spans = in_segment(batch_group(group(), (), start=6), [(0, 8), (47, 60), (8, 8)])
     assert spans_text(spans) == "6-14,53-66,14-14"
     assert parsed_spans("6-14,53-66,14-14") == spans == [(6, 14), (53, 66), (14, 14)]
     assert cut(bytes(range(21)), spans) == [bytes(range(8)), bytes(range(8, 21)), b""]
@@ -101,7 +88,7 @@ def test_a_flipped_bit_is_found_in_its_part_alone(part: int):
     start, _ = part_spans(2, (3, 1, 2))[part]
     damaged = bytearray(data)
     damaged[start] ^= 1
-    its = described(group(), checksums)
+    its = batch_group(group(), checksums)
     for completion in range(3):
         if part in (0, completion + 1):
             with pytest.raises(StorageError, match=f"^part {part} of a trajectory group is not what was stored$"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -18,15 +18,10 @@ from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import Evaluation, RunSummary, TokenLedger
+from areal_core.types import TokenLedger
 from tests.support.lora import LORA, adapter, form
 from tests.support.models import write_tiny
-
-
-def scored(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(
-        version=version, digest="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
-    )
+from tests.support.records import evaluation
 
 
 def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
@@ -36,7 +31,7 @@ def run_in(folder: Path, model_path: str = "", **groups: Any) -> RunDir:
 
 def test_of_several_with_the_highest_accuracy_the_first_is_the_best() -> None:
     assert best_of([]) is None
-    best = best_of([scored(0, 0.25), scored(5, 0.75), scored(10, 0.75), scored(15, 0.5)])
+    best = best_of([evaluation(0, 0.25), evaluation(5, 0.75), evaluation(10, 0.75), evaluation(15, 0.5)])
     assert best is not None
     assert best.version == 5
 
@@ -83,44 +78,13 @@ def test_a_version_that_is_not_what_was_scored_becomes_none(tmp_path: Path, dama
     assert not (tmp_path / "store" / "best").exists()
 
 
-CONFIG = load(
-    {
-        "mode": "sync",
-        "model": {"path": "hub:someone/small", "context": 2048},
-        "task": {"name": "reasoning_gym", "dataset": "gcd", "chat": {"enabled": True}},
-    }
-)
-SUMMARY = RunSummary(
-    run_id="first",
-    name="n",
-    mode="sync",
-    seed=3,
-    reason="steps",
-    steps=20,
-    accuracy_before=0.25,
-    accuracy_after=0.5,
-    best_accuracy=0.5,
-    rl_wall_s=100.0,
-    time_to_score_s=None,
-    tokens=TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0),
-    effective_tokens_per_s=1.0,
-    generated_tokens_per_s=1.0,
-    staleness_mean=0.5,
-    staleness_max=1,
-    model_url="x",
-    incarnation=0,
-)
-
-
-def test_card_tells_base_task_and_scores():
-    card = model_card(CONFIG, SUMMARY, scored(5, 0.75))
-    for told in (
-        "Trained from hub:someone/small",
-        "20 steps of 512 completions of `gcd`, seed 3, 12,345 tokens",
-        "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750.",
-    ):
-        assert told in card
-    head = yaml.safe_load(card.split("---\n", 2)[1])
-    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")  # which the hub reads
-    unscored = model_card(load({}), dataclasses.replace(SUMMARY, accuracy_before=None, accuracy_after=None))
-    assert "were not scored" in unscored
+def test_card_has_the_head_of_the_hub_and_tells_what_was_trained_and_scored():
+    tokens = TokenLedger(generated=12345, consumed=12345, dropped=0, buffered=0, in_flight=0)
+    summary = MagicMock(accuracy_before=0.25, accuracy_after=0.5, steps=20, seed=3, tokens=tokens)
+    card = model_card(load({"model": {"path": "hub:someone/small"}}), summary, evaluation(5, 0.75))
+    assert "Trained from hub:someone/small" in card
+    assert "20 steps of 512 completions of `arithmetic`, seed 3, 12,345 tokens" in card
+    assert "0.250 before the training, 0.500 after it. This is version 5, its best one: 0.750." in card
+    assert yaml.safe_load(card.split("---\n", 2)[1])["library_name"] == "transformers"
+    summary.accuracy_before = summary.accuracy_after = None
+    assert "were not scored" in model_card(load({}), summary)

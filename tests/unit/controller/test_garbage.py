@@ -17,9 +17,9 @@ async def test_a_cycle_stays_until_the_next_look_and_python_takes_over_afterward
     collecting = asyncio.ensure_future(service.collect_rarely())
     await asyncio.sleep(0)
     assert not gc.isenabled()
-    looked, gone = asyncio.Event(), []
-    weakref.finalize(Cycle(), lambda: (gone.append(True), looked.set()))
-    assert not gone
+    looked = asyncio.Event()
+    weakref.finalize(Cycle(), looked.set)
+    assert not looked.is_set()
     await asyncio.wait_for(looked.wait(), 10)
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)

@@ -15,6 +15,7 @@ from areal_core.controller.payloads import DamagedPayloadError, PayloadStore, tr
 from areal_core.errors import StorageError
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.policies import END, TOKENIZER
+from tests.support.records import batch_group
 
 
 @pytest.fixture
@@ -31,14 +32,6 @@ def store(folder: Path) -> Iterator[PayloadStore]:
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
-
-
-async def test_what_is_stored_is_read_wherever_it_lies(store: PayloadStore, folder: Path) -> None:
-    payloads = [b"first", b"", b"second", b"third"]
-    places = [await store.append(payload) for payload in payloads]
-    assert [await store.read(place) for place in places] == payloads
-    assert [place.segment for place in places] == ["000002-000001"] * 3 + ["000002-000002"]
-    assert names(folder) == ["000002-000001.bin", "000002-000002.bin"]
 
 
 async def test_payloads_that_come_at_once_are_synced_together(
@@ -135,17 +128,7 @@ def put(folder: Path, *texts: str) -> BatchGroup:
     )
     data, checksums = pack_group(payload)
     (folder / "1.bin").write_bytes(b"before" + data)
-    return BatchGroup(
-        group_id=1,
-        lengths=tuple(payload.lengths.tolist()),
-        rewards=(1.0, None, 0.0)[: len(texts)],
-        truncated=(False,) * len(texts),
-        ready_version=5,
-        prompt_tokens=len(payload.prompt_tokens),
-        checksums=checksums,
-        segment="1",
-        start=6,
-    )
+    return batch_group(payload, checksums, rewards=(1.0, None, 0.0), segment="1")
 
 
 def test_two_trajectories_of_each_of_the_oldest_groups(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The pool of servers, against servers that do as they are told."""
 
 import asyncio
+from unittest.mock import AsyncMock, MagicMock
 
 import aiohttp
 import pytest
@@ -11,6 +12,7 @@ from areal_core.api.wire import ROLLOUT, join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.pool import GenerationPool
+from areal_core.controller.registry import ServerRegistry
 from areal_core.controller.routes import server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
@@ -57,19 +59,6 @@ async def finish(pool, pending):
 
 def tokens(pending):
     return [completion.token_ids.tolist() for completion in join_completions(pending.completions())]
-
-
-async def asked(server, path):
-    """Return once a server has been asked for a path."""
-    await until(lambda: any(isinstance(call, tuple) and call[0] == path for call in server.calls))
-
-
-async def begun(server, pool):
-    """Two pending completions that run at a server, and the call that has them finished."""
-    pending = PendingCompletions(request(n=2))
-    call = asyncio.ensure_future(pool.generate(pending))
-    await server.started("r")
-    return pending, call
 
 
 async def interrupt(server):
@@ -122,6 +111,7 @@ async def test_requests_wait_for_a_server_and_give_up_or_are_cancelled(servers):
 
 
 async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_over_what_it_has(servers, pool):
+    """It was interrupted, and the rest of it has gone to the servers with the least to do."""
     await both(servers, pool)
     servers[0].release.clear()
     servers[1].release.clear()
@@ -131,6 +121,9 @@ async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_ove
     await interrupt(servers[0])
     await servers[0].started("r-0-2", "r-2-2")
     await servers[1].started("r-1-2", "r-3-2")
+    again = servers[1].requests["r-3-2"]
+    assert (again["token_ids"], again["sampling_params"]["n"]) == ([2, 3, 4, 5, 6], 1)
+    assert [load.recomputed_tokens for load in await pool.loads()] == [1 + 2 * 5, 1 + 2 * 5]  # a prompt of 3, 2 sampled
     another = asyncio.ensure_future(pool.generate(other))
     await servers[0].started("other")
     call.cancel()
@@ -196,23 +189,6 @@ async def test_what_a_lost_server_has_reported_counts_though_another_one_hangs(s
 # -- completions that were interrupted ---------------------------------------------------------------------------------
 
 
-async def test_the_rest_of_interrupted_completions_goes_to_the_servers_with_the_least_to_do(servers, pool):
-    servers[0].release.clear()
-    await both(servers, pool)
-    call = asyncio.ensure_future(ask(pool, n=4))
-    await servers[0].started("r")
-    servers[1].release.clear()
-    await interrupt(servers[0])
-    await servers[0].started("r-0-2", "r-2-2")
-    await servers[1].started("r-1-2", "r-3-2")
-    assert [load.recomputed_tokens for load in await pool.loads()] == [1 + 2 * 5, 1 + 2 * 5]  # a prompt of 3, 2 sampled
-    for server in servers:
-        server.release.set()
-    assert await call == [WHOLE] * 4
-    again = servers[1].requests["r-3-2"]
-    assert (again["token_ids"], again["sampling_params"]["n"]) == ([2, 3, 4, 5, 6], 1)
-
-
 async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     freed, pending = [], PendingCompletions(request(n=4))
@@ -251,7 +227,9 @@ async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(serve
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
-    pending, call = await begun(servers[0], pool)
+    pending = PendingCompletions(request(n=2))
+    call = asyncio.ensure_future(pool.generate(pending))
+    await servers[0].started("r")
     servers[0].refused.add("r-0-2")
     servers[0].release_after_abort = True
     await interrupt(servers[0])
@@ -317,7 +295,7 @@ async def test_a_request_that_arrives_at_a_server_which_leaves_is_aborted_again(
     await servers[0].started("r")
     await pool.join("b", servers[1].url, lambda: version(0))
     leaving = asyncio.ensure_future(pool.leave("a"))
-    await asked(servers[0], "/pause?mode=abort&clear_cache=false")
+    await until(lambda: ("/pause?mode=abort&clear_cache=false", None) in servers[0].calls)
     servers[0].late.set()
     await leaving
     assert await call == [WHOLE]
@@ -332,7 +310,7 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
     await pool.join("a", servers[0].url, lambda: newest)
     servers[1].hanging.add("/update_weights")
     joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: newest))
-    await asked(servers[1], "/update_weights")
+    await until(lambda: any("/update_weights" in call for call in servers[1].calls))
     newest = version(2)
     async with asyncio.timeout(2):
         await pool.load_version(newest)
@@ -343,10 +321,8 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
     await joining
     assert pool.loading == {2}
     assert (pool.version, pool.room, servers[1].label) == (2, 20, "2")
-    assert [body["weight_version"] for path, body in servers[1].updates() if path == "/finish_weight_update"] == [
-        "1",
-        "2",
-    ]
+    finished = [body for path, body in servers[1].updates() if path == "/finish_weight_update"]
+    assert finished == [{"weight_version": "1"}, {"weight_version": "2"}]
 
 
 async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(servers, monkeypatch):
@@ -360,13 +336,9 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
     await pool.close()
 
 
-async def waited(event):
-    await event.wait()
-
-
 async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, pool):
     app, published = web.Application(), asyncio.Event()
-    app.add_routes(server_routes(pool, lambda: version(1), lambda: waited(published)))
+    app.add_routes(server_routes(pool, lambda: version(1), published.wait))
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -385,3 +357,61 @@ async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, 
         async with http.delete("/servers/a") as response:
             assert (response.status, pool.room) == (200, 0)
     await runner.cleanup()
+
+
+# -- the life of a server, as the picture of the registry has it -------------------------------------------------------
+
+
+def serving(registry, name="a"):
+    server = registry.announce(name, MagicMock(url=f"http://{name}"))
+    registry.apply(server, "join")
+    registry.apply(server, "serve")
+    return server
+
+
+@pytest.fixture
+def registry():
+    return ServerRegistry()
+
+
+def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(registry):
+    other, lost, other_name = serving(registry), serving(registry), serving(registry, "b")
+    for each in (lost, other_name):
+        registry.apply(each, "fail")
+    new = registry.announce("a", MagicMock())
+    assert (lost.state.value, new.state.value) == ("ended", "announced")
+    assert registry.servers == (other, other_name, new)
+    assert registry.lost == ("http://b",)
+
+
+async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_raised(registry):
+    servers = [serving(registry, name) for name in "abc"]
+
+    async def call(server):
+        if server.name == "b":
+            raise GenerationError("no")
+        return server.name
+
+    assert await registry.ask(servers, call) == {servers[0]: "a", servers[2]: "c"}
+    assert servers[1].state.value == "lost"
+
+    with pytest.raises(ZeroDivisionError):
+        await registry.ask(servers[:1], AsyncMock(side_effect=ZeroDivisionError))
+    assert servers[0].at_work
+
+
+async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
+    server = serving(registry)
+    registry.target = version(2)  # of one that has joined while this one waited
+    await registry.update(version(1), AsyncMock())
+    assert (server.state.value, server.loaded) == ("serving", None)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
+    server = serving(registry)
+    registry.target = version(1)
+    with pytest.raises(error):
+        await registry.update(version(1), AsyncMock(side_effect=error))
+    assert server.state.value == "lost"
+    assert not registry.exclusive.locked()

@@ -18,7 +18,8 @@ from areal_core.controller.core.tables import Ending, Place
 from areal_core.controller.recorder import BatchMetrics, Recorder
 from areal_core.errors import RewardTimeoutError, RewardWorkerError
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
+from areal_core.types import PolicyVersion
+from tests.support.records import evaluation, summary
 from tests.support.servers import server_load
 
 CONFIG = load(
@@ -57,17 +58,9 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
 def train(ledger: TrajectoryLedger, step: int) -> None:
     """A batch of one group with 10 tokens, sampled by version 0, and the version that it makes."""
     group = ledger.admit()
-    summary = GroupSummary(
-        lengths=(7, 3),
-        rewards=(1.0, 0.0),
-        tokens=10,
-        min_version=0,
-        max_version=0,
-        outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
-        truncated=(False, True),
-        metrics={"environment/turns": (1.0, 2.0), "environment/found": (5.0,)},
-    )
-    ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
+    metrics = {"environment/turns": (1.0, 2.0), "environment/found": (5.0,)}
+    its = summary(lengths=(7, 3), tokens=10, truncated=(False, True), metrics=metrics)
+    ledger.ready(group.group_id, its, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, rule="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", digest=str(step)))
 
@@ -77,24 +70,13 @@ def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
     recorder.published(step, [])
 
 
-def evaluation(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(
-        version=version, digest=str(version), accuracy=accuracy, prompts=10, no_result=0, mean_tokens=5.0, wall_s=0.1
-    )
-
-
 def ending(version: int) -> Ending:
     return Ending(reason="steps", version=version, model_url="final")
 
 
-def points(path: Path) -> dict[tuple[str, int], float]:
-    with sqlite3.connect(path) as outbox:
-        return {(key, step): value for key, step, value in outbox.execute("SELECT key, step, value FROM metrics")}
-
-
-def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
-    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=clock)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
     recorder.start_clock()
     ledger.counters.join("a", "http://a", 0)
     for kind in (RewardTimeoutError, RewardTimeoutError, RewardWorkerError):
@@ -107,7 +89,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
         recorder.batch_fixed(manifest)
         ledger.counters.report("a", 12 * step, 0)
         recorder.published(step, [server_load(generated, idle_s)])
-    logged = points(tmp_path / "outbox.sqlite")
+    logged = {(key, step): value for key, points in outbox.history().items() for step, value in points}
     assert logged["reward/mean", 2] == 0.5
     assert logged["completion/tokens_mean", 2] == 5.0
     assert logged["completion/truncated", 2] == 0.5
@@ -267,7 +249,8 @@ def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: Traj
 
 
 def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: TrajectoryLedger, tmp_path: Path) -> None:
-    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0), clock=Clock())
+    outbox = Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder.start_clock()
     with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -275,4 +258,4 @@ def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: Trajector
         other.execute("ROLLBACK")
     recorder.evaluated(evaluation(1, 0.6))
     assert [known.version for known in recorder.evaluations] == [0, 1]
-    assert {step for _, step in points(tmp_path / "outbox.sqlite")} == {1}
+    assert {step for points in outbox.history().values() for step, _ in points} == {1}

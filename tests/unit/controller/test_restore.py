@@ -30,19 +30,14 @@ def ledger(tmp_path: Path) -> Iterator[TrajectoryLedger]:
         yield ledger
 
 
-def damage(folder: Path, version: int) -> None:
-    """As a loss of power may: blocks that never reached the disk are zeros."""
-    file = weights.version_folder(folder / "weights", version) / "model.safetensors"
-    file.write_bytes(bytes(file.stat().st_size))
-
-
 @pytest.mark.parametrize(("damaged", "released"), [((), ()), ((2, 5), ()), ((), (1, 2, 5))])
 def test_damaged_versions_are_known_as_such_and_released_ones_need_not_be_here(
     ledger: TrajectoryLedger, tmp_path: Path, damaged: tuple[int, ...], released: tuple[int, ...]
 ) -> None:
     """An evaluator would be given a damaged one again and again. The newest must be here."""
-    for number in damaged:
-        damage(tmp_path, number)
+    for number in damaged:  # as a loss of power may: blocks that never reached the disk are zeros
+        file = weights.version_folder(tmp_path / "weights", number) / "model.safetensors"
+        file.write_bytes(bytes(file.stat().st_size))
     weights.release(tmp_path / "weights", list(released))
     forget_damaged(ledger)
     gone = {*damaged, *({5} & {*released})}

@@ -24,7 +24,8 @@ from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
+from areal_core.types import PolicyVersion
+from tests.support.records import evaluation, summary
 from tests.support.servers import version
 
 
@@ -45,19 +46,12 @@ def retention(config: dict[str, Any], **given: Any) -> Retention:
     return Retention(load(config), 1, **dict.fromkeys(names, MagicMock()) | given)
 
 
-def evaluation(version: int, accuracy: float) -> Evaluation:
-    digest = f"{version:064x}"[::-1]
-    return Evaluation(
-        version=version, digest=digest, accuracy=accuracy, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0
-    )
-
-
 @pytest.mark.parametrize(("keep", "kept"), [(1, [0, 10, 30]), (2, [0, 10, 25, 30]), (9, None), (None, None)])
 async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
     tmp_path: Path, keep: int | None, kept: list[int] | None
 ) -> None:
     recorder = MagicMock()
-    recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n) for n in range(7)]
+    recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n, f"{n}" * 64) for n in range(7)]
     names = {known.version: f"v{known.version:06d}-{known.digest[:8]}" for known in recorder.evaluations}
     endings = (".jsonl", ".html", ".table.json")
     for name in (*names.values(), "v000025-ffffffff", "v000035-00000000", "notes"):  # replaced; being scored; another
@@ -137,15 +131,6 @@ def test_a_server_that_sleeps_is_lent_once_the_run_has_ended(ledger: TrajectoryL
 
 
 ONE = Selection(groups=1, rule="admit", max_staleness=9, max_requeues=0)
-SUMMARY = GroupSummary(
-    lengths=(1, 1),
-    rewards=(1.0, 0.0),
-    tokens=2,
-    min_version=0,
-    max_version=0,
-    outcomes={Outcome.CORRECT: 1},
-    truncated=(False, False),
-)
 
 
 class Run:
@@ -167,7 +152,7 @@ class Run:
         """Fix the batch of a next step, of one group."""
         self._steps += 1
         group = self.ledger.admit().group_id
-        self.ledger.ready(group, SUMMARY, await self.payloads.append(b"%d" % group), version=0)
+        self.ledger.ready(group, summary(), await self.payloads.append(b"%d" % group), version=0)
         assert self.ledger.fix_batch(self._steps, ONE)
         return self._steps
 
@@ -251,14 +236,13 @@ async def test_a_job_and_the_deletion_of_old_checkpoints_exclude_each_other(
     """In an outage, further checkpoints come between the deletion's look at the store and what it deletes."""
     prune = MagicMock(return_value=0)
     monkeypatch.setattr(checkpoint, "prune", prune)
-    others = {name: MagicMock() for name in ("recorder", "schedule", "storage", "ledger", "loading")}
-    config = load({"rollout": {"retain": "all"}})
-    retention = Retention(config, 3, snapshots=run.snapshots, payloads=AsyncMock(), pages=tmp_path, **others)
+    given = {"snapshots": run.snapshots, "payloads": AsyncMock(), "pages": tmp_path}
+    made = retention({"rollout": {"retain": "all"}}, **given)
     step = await run.step()
     async with run.snapshots.exclusive:
-        retention.committed()
+        made.committed()
         assert await run.snapshots.take(step, "a", 0.05) is None
         assert (run.puts, prune.mock_calls) == ([], [])
     assert await run.snapshots.take(step, "a", 30.0) is not None
-    await retention.settled()
+    await made.settled()
     prune.assert_called_once()

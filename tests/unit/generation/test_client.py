@@ -1,16 +1,19 @@
 """The client of one server, against servers that do as they are told: the embedded one's dialect, and vLLM's."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from areal_core.api.pending_completions import Received
 from areal_core.api.wire import version_name
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation import connection
 from areal_core.generation.client import GenerationClient
+from areal_core.generation.data_plane import DataPlane
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage.weights import publish
 from areal_core.types import PolicyVersion
@@ -24,6 +27,9 @@ from tests.support.training import SPEC
 async def server():
     async with FakeServer() as server:
         yield server
+
+
+stager = server  # on the machine of a server that shares no folder with this one
 
 
 @pytest.fixture
@@ -45,13 +51,6 @@ async def connect():
     yield made
     for client in clients:
         await client.close()
-
-
-@pytest.fixture
-async def client(server, connect):
-    client = await connect(server)
-    server.calls.clear()
-    return client
 
 
 @pytest.fixture
@@ -136,6 +135,9 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
         vllm.metrics = metrics.format(generated="130.0")
         load = await vllm_client.load()
         assert (load.generated_tokens, load.recomputed_tokens) == (130, 12)
+    vllm.metrics = metrics.format(generated="129.0")
+    with pytest.raises(ServerLostError, match="started again"):
+        await vllm_client.load()
 
 
 async def test_vllm_gets_a_request_for_each_completion_with_the_seeds_that_it_would_give_them(vllm, vllm_client):
@@ -161,17 +163,10 @@ async def test_a_request_sent_in_parts_is_aborted_in_parts(vllm, vllm_client):
     )
 
 
-async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts(vllm, vllm_client):
-    assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
-    await generated(vllm_client, request("group-1-0"))
-    vllm.metrics = "vllm:generation_tokens_total 100.0\n"
-    load = await vllm_client.load()
-    assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
-
-
 async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
+    """And those of others than the rollout are taken from what vLLM counts."""
     await vllm_client.complete(request("group-1-0", n=3))
-    await generated(vllm_client, request("held-out-1"))
+    assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
     assert vllm_client.unreported_tokens == 3 * 24
     vllm.release.clear()
     async with vllm.runs(vllm_client.complete(request("group-2-0", n=2))):
@@ -179,16 +174,10 @@ async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
         await asyncio.gather(vllm_client.load(), vllm_client.load())
         assert vllm_client.unreported_tokens == 2 * 24
     assert vllm_client.unreported_tokens == 2 * 24  # completed since
-    await vllm_client.load()
+    vllm.metrics = "vllm:generation_tokens_total 200.0\n"
+    load = await vllm_client.load()
     assert vllm_client.unreported_tokens == 0
-
-
-async def test_a_server_whose_counter_has_fallen_is_another_one(vllm, vllm_client):
-    vllm.metrics = "vllm:generation_tokens_total 100.0\n"
-    await vllm_client.load()
-    vllm.metrics = "vllm:generation_tokens_total 99.0\n"
-    with pytest.raises(ServerLostError, match="started again"):
-        await vllm_client.load()
+    assert (load.generated_tokens, load.rollout_tokens) == (200, 200 - 2 * 24)
 
 
 async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_update(vllm, vllm_client, weights):
@@ -219,28 +208,15 @@ async def test_a_server_with_other_routes_is_refused_in_one_line(connect, releas
     assert not isinstance(caught.value, ServerLostError)
 
 
-@pytest.fixture
-async def stager():
-    """On the machine of a server that shares no folder with this one."""
-    async with FakeServer() as made:
-        yield made
-
-
-async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, stager, connect):
-    far = await connect(server, token="t", stager=stager.url)
-    await far.load_version(version(3), "recompute")
+async def test_a_version_is_brought_to_the_server_before_it_hears_of_it_and_not_looked_for_here(vllm, stager, connect):
+    client = await connect(vllm, token="t", stager=stager.url)
+    await client.load_version(version(3), "resubmit")
     assert stager.calls == [("/stage", {"version": 3, "path": "/weights/3", "digest": "hash-3"})]
-    assert server.updates()[:2] == [
+    await client.reload(version(4))
+    assert vllm.updates()[:2] == [
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}),
     ]
-
-
-async def test_a_version_brought_to_vllm_is_not_looked_for_here(vllm, stager, connect):
-    client = await connect(vllm, token="t", stager=stager.url)
-    await client.load_version(version(3), "resubmit")
-    await client.reload(version(4))
-    assert ("/update_weights", {"update_info": {"path": "/here/3", "digest": "hash-3"}}) in vllm.calls
     call = {"method": "reload_weights", "kwargs": {"weights_path": "/here/4"}}
     assert ("/collective_rpc", call) in vllm.calls
 
@@ -254,7 +230,8 @@ async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager
     assert server.updates() == []
 
 
-async def test_server_errors_and_lost_connections_are_lost_servers(server, client):
+async def test_server_errors_and_lost_connections_are_lost_servers(server, connect):
+    client = await connect(server)
     for status, kind in (
         (400, GenerationError),
         (404, GenerationError),
@@ -352,3 +329,94 @@ async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_
     assert "/collective_rpc" not in paths(vllm)
     await second.complete(request("base"))
     assert (vllm.requests["base"]["model"], await second.loaded_version()) == ("policy", 0)
+
+
+# -- a loop beside the one that asks: what comes in there is taken here, in order, and nothing once it is unwanted ----
+
+
+@pytest.fixture
+async def plane():
+    plane = DataPlane()
+    yield plane
+    await plane.close()
+    assert "data plane" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_parts_are_taken_in_order_before_the_work_ends_or_fails(plane):
+    taken = []
+
+    async def work(take):
+        for number in range(1000):
+            take((number,), Received(b""))
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+        raise ServerLostError("gone")
+
+    with pytest.raises(ServerLostError, match="gone"):
+        await plane.run(work, lambda indices, _: taken.append((indices, threading.current_thread())))
+    assert taken == [((number,), threading.main_thread()) for number in range(1000)]
+
+
+async def test_a_failure_of_the_taker_ends_the_work(plane):
+    ended = threading.Event()
+
+    def refuse(*_):
+        raise KeyError("no")
+
+    async def work(take):
+        try:
+            take((0,), Received(b""))
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyError, match="no"):
+        await plane.run(work, refuse)
+    assert await asyncio.to_thread(ended.wait, 10)
+
+
+async def test_a_cancelled_call_takes_no_more_parts(plane):
+    taken, begun, ended = [], threading.Event(), threading.Event()
+
+    async def work(take):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            take((0,), Received(b""))
+            ended.set()
+
+    call = asyncio.ensure_future(plane.run(work, lambda indices, _: taken.append(indices)))
+    assert await asyncio.to_thread(begun.wait, 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await asyncio.to_thread(ended.wait, 10)
+    await asyncio.sleep(0.01)
+    assert taken == []  # it came after the cancellation
+
+
+async def test_the_loop_that_asks_goes_on_while_much_comes_in():
+    """It gets its turn every few takes of a millisecond each."""
+    plane, turns, taken = DataPlane(), [0], []
+
+    async def work(take):
+        for number in range(300):
+            take((number,), Received(b""))
+
+    def slow(*_):
+        taken.append(turns[0])
+        until = asyncio.get_running_loop().time() + 0.001
+        while asyncio.get_running_loop().time() < until:
+            pass
+
+    async def count():
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    await plane.run(work, slow)
+    counting.cancel()
+    await plane.close()
+    assert max(taken.count(turn) for turn in set(taken)) <= 3

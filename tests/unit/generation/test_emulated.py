@@ -34,13 +34,11 @@ def wire_length(wanted: GenerationRequest, index: int) -> int:
     return min(-(-real_length(wanted, index) // SCALE), LIMIT)
 
 
-def run(
-    served: EmulatedEngine, *wanted: GenerationRequest, ended: Sequence[Generation] = ()
-) -> dict[str, list[Completion]]:
-    """Completions by request, once all have ended; those in `ended` have."""
+def run(served: EmulatedEngine, *wanted: GenerationRequest) -> dict[str, list[Completion]]:
+    """Completions by request, once all have ended."""
     for each in wanted:
         served.add(each)
-    done = list(ended)
+    done: list[Generation] = []
     while served.running or served.waiting:
         done += served.step()
     return gathered(done)

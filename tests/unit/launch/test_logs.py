@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from areal_core.launch import logs
 from areal_core.launch.logs import INDEX, Journal, LogFile, plain
 
-CLOCK = 1795404168.123456  # 2026-11-23T03:22:48 UTC
 SAID = """
 import logging, os, threading, warnings
 from areal_core.launch import logs
@@ -23,11 +23,8 @@ logs.start("trainer")
 """
 
 
-def record(message: str = "loss %s", *args: object, level: int = logging.INFO, **extra: object) -> logging.LogRecord:
-    made = logging.LogRecord("areal_core.x", level, __file__, 1, message, args, None)
-    made.created = CLOCK
-    made.__dict__.update(extra)
-    return made
+def record(message: str, *args: object, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("areal_core.x", level, __file__, 1, message, args, None)
 
 
 def said(code: str, index: str | None) -> tuple[int, list[str]]:
@@ -37,13 +34,6 @@ def said(code: str, index: str | None) -> tuple[int, list[str]]:
     command = [sys.executable, "-c", SAID.format(code=code)]
     done = subprocess.run(command, env=clean | chosen, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr.splitlines()
-
-
-def test_record_becomes_a_line() -> None:
-    text = logs.Formatter("trainer-1")
-    assert text.format(record("loss %s", 0.5)) == "2026-11-23T03:22:48.123Z INFO trainer-1 loss 0.5"
-    with_step = text.format(record("slow", level=logging.WARNING, step=7))
-    assert with_step == "2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] slow"
 
 
 HOSTILE = "\x1b]0;owned\x07\r\n2026-11-23T03:22:48.123Z INFO controller-0 forged \u202e"
@@ -64,32 +54,6 @@ def test_hostile_text_forges_no_line_and_no_terminal_command(name: str | None) -
     assert message.startswith(r"failed: \x1b]0;owned\x07\r\n2026")
 
 
-def test_a_process_knows_its_index_from_its_supervisor() -> None:
-    code = "logger.info('here'); logs.at_step(4); logger.warning('there'); os.write(2, b'native\\n')"
-    _, text = said(code, "2")
-    assert [line.partition(" ")[2] for line in text[:2]] == ["INFO trainer-2 here", "WARNING trainer-2 [step 4] there"]
-    assert text[2:] == ["native"]
-    assert [plain(line, "controller-0") for line in text] == ["trainer-2: here", "trainer-2: there", "native"]
-    by_hand = said("logger.info('here'); logger.error('port taken')", None)[1]  # the message alone
-    assert by_hand == ["here", "areal: error: port taken"]
-
-
-def test_an_uncaught_exception_is_a_record_too() -> None:
-    code = (
-        "warnings.warn('deprecated')\n"
-        "thread = threading.Thread(target=lambda: [][1], name='reader'); thread.start(); thread.join()\n"
-        "raise ValueError('no luck')"
-    )
-    status, lines = said(code, "0")
-    records = [line for line in lines if " trainer-0 " in line]
-    assert status == 1
-    assert [line.split()[1] for line in records] == ["WARNING", "CRITICAL", "CRITICAL"]
-    assert "deprecated" in records[0]
-    assert records[1].endswith("uncaught exception in reader")
-    assert "IndexError: list index out of range" in lines
-    assert lines[-1] == "ValueError: no luck"
-
-
 def test_a_launcher_keeps_what_it_says_and_says_it_all_the_same_where_its_disk_is_full(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +62,28 @@ def test_a_launcher_keeps_what_it_says_and_says_it_all_the_same_where_its_disk_i
         Journal(path, "launcher-0", print)(line)
     assert capfd.readouterr() == (f"{line}\n{line}\n", "")
     assert (tmp_path / "l.log").read_text().endswith(f"Z WARNING launcher-0 {line}\n")
+
+
+def test_a_process_knows_its_index_and_an_uncaught_exception_is_a_record_too() -> None:
+    code = (
+        "logger.info('here'); logs.at_step(4); logger.warning('there'); os.write(2, b'native\\n')\n"
+        "thread = threading.Thread(target=lambda: [][1], name='reader'); thread.start(); thread.join()\n"
+        "warnings.warn('deprecated')\n"
+        "raise ValueError('no luck')"
+    )
+    status, text = said(code, "2")
+    assert (status, text[-1]) == (1, "ValueError: no luck")
+    assert re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO trainer-2 here$", text[0])
+    assert text[1].endswith("Z WARNING trainer-2 [step 4] there")
+    assert [plain(line, "controller-0") for line in text[:3]] == ["trainer-2: here", "trainer-2: there", "native"]
+    assert "IndexError: list index out of range" in text
+    records = [line.partition(" ")[2] for line in text if " trainer-2 [step 4] " in line][1:]
+    assert records[0] == "CRITICAL trainer-2 [step 4] uncaught exception in reader"
+    assert records[1].startswith("WARNING ")
+    assert "deprecated" in records[1]
+    assert records[2].startswith("CRITICAL ")
+    by_hand = said("logger.info('here'); logger.error('port taken')", None)[1]  # the message alone
+    assert by_hand == ["here", "areal: error: port taken"]
 
 
 class Written:
@@ -111,9 +97,6 @@ class Written:
     def write(self, *lines: bytes) -> None:
         with self.path.open("ab") as file:
             file.write(b"".join(line + b"\n" for line in lines))
-
-    def older(self, number: int) -> bytes:
-        return self.path.with_name(f"x.log.{number}").read_bytes()
 
 
 def numbered(first: int, last: int) -> list[bytes]:
@@ -132,9 +115,9 @@ def test_rotation_forwards_each_line_once_and_keeps_the_newest_files(tmp_path: P
         written.write(*numbered(first, first + 50))
         seen += written.log.new_lines()
     assert seen == [line.decode() for line in numbered(0, 500)]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["x.log", "x.log.1", "x.log.2"]
-    kept = written.older(2) + written.older(1) + written.path.read_bytes()
-    assert kept == b"".join(line + b"\n" for line in numbered(300, 500))
+    files = sorted(tmp_path.iterdir(), reverse=True)
+    assert [file.name for file in files] == ["x.log.2", "x.log.1", "x.log"]
+    assert b"".join(file.read_bytes() for file in files) == b"".join(line + b"\n" for line in numbered(300, 500))
 
 
 def test_a_line_that_was_cut_by_a_rotation_is_forwarded_whole(tmp_path: Path) -> None:

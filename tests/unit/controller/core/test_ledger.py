@@ -9,24 +9,11 @@ import pytest
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.core.tables import Ending, Place
 from areal_core.errors import LedgerError
-from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
+from areal_core.types import FORMAT, GroupState, PolicyVersion, Tally
+from tests.support.records import evaluation, summary
 
 GROUP = 2
 PLACE = Place(segment="000001-000001", start=3, bytes=7, crc32=5)
-
-
-def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
-    return GroupSummary(
-        lengths=(tokens - 1, 1),
-        rewards=(1.0, 0.0),
-        tokens=tokens,
-        min_version=version,
-        max_version=version,
-        outcomes={Outcome.CORRECT: 1},
-        truncated=(False, True),
-        prompt_tokens=3,
-        checksums=(1, 2, 3),
-    )
 
 
 def selection(policy: str = "admit", groups: int = 2, max_staleness: int = 1, max_requeues: int = 1) -> Selection:
@@ -46,7 +33,8 @@ def ledger(tmp_path: Path):
 
 def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> int:
     group = ledger.admit()
-    ledger.ready(group.group_id, summary(tokens, at), PLACE, version=at)
+    its = summary(tokens=tokens, min_version=at, max_version=at)
+    ledger.ready(group.group_id, its, PLACE, version=at)
     return group.group_id
 
 
@@ -75,7 +63,7 @@ def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
     straggler = ledger.admit().group_id
     later = admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(1, selection("admit", groups=1)).groups] == [later]
-    ledger.ready(straggler, summary(version=0), PLACE, version=3)
+    ledger.ready(straggler, summary(), PLACE, version=3)
     admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(2, selection("admit", groups=1)).groups] == [straggler]
 
@@ -98,7 +86,7 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     again = ledger.admit()
     assert again.prompt_index == 2
     assert again.group_id != stale
-    ledger.ready(again.group_id, summary(version=0), PLACE, version=0)
+    ledger.ready(again.group_id, summary(), PLACE, version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.admit().prompt_index == 3  # requeued once, not twice
     kept = admit_ready(ledger, at=1)  # as stale as eta allows
@@ -129,19 +117,21 @@ def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     assert [ledger.publish(version(2, content)) for content in ("other", "a")] == ["replaced", "replaced"]
 
 
-def four_steps(ledger: TrajectoryLedger) -> dict[int, int]:
-    """Versions 0 to 3 and steps of one group each; returns the group of each step."""
-    for number in (0, 1, 2, 3):
-        ledger.publish(version(number))
-    batches = {}
-    for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
-        batches[step] = admit_ready(ledger, at=sampled_by)
+def stepped(ledger: TrajectoryLedger, *sampled_by: int) -> dict[int, int]:
+    """Steps of one group each, which these versions have sampled, and the versions that they train, with notes; returns
+    the group of each step."""
+    groups = {}
+    for step, sampler in enumerate(sampled_by, 1):
+        ledger.publish(version(step - 1))
+        groups[step] = admit_ready(ledger, tokens=step, at=sampler)
         ledger.fix_batch(step, selection(groups=1))
-    return batches
+        ledger.notes.publish(step, float(step))
+        ledger.notes.add_staleness(step, {"0": step, "1": 1})
+    return groups
 
 
 def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ledger.rewind(3)
     ledger.rewind(9)
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
@@ -156,7 +146,7 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
 
 
 def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
     assert ledger.publish(version(2, "other")) == "replaced"
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
@@ -173,20 +163,6 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
     assert ledger.fix_batch(3, selection(groups=2)).groups[0].group_id == batches[3]
 
 
-def test_a_snapshot_names_the_segments_that_it_needs(ledger, tmp_path):
-    for number in (1, 2, 3):
-        group = ledger.admit().group_id
-        ledger.ready(group, summary(), replace(PLACE, segment=f"s{number}"), version=0)
-    ledger.fix_batch(1, selection(groups=1))
-    ledger.fix_batch(2, selection(groups=1))
-    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite") == {"s1", "s2", "s3"}
-    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", 1) == {"s2", "s3"}
-    copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
-    assert copy.payloads.segments() == {"s2", "s3"}
-    copy.close()
-    assert ledger.payloads.segments() == {"s1", "s2", "s3"}
-
-
 def folded(ledger: TrajectoryLedger, *kept: int) -> list[int]:
     """Fold all that can be; returns the groups that have rows still."""
     while ledger.fold(kept):
@@ -199,43 +175,25 @@ def books(ledger: TrajectoryLedger) -> tuple[object, ...]:
     return ledger.tokens(), ledger.counts(), ledger.dropped(), ledger.admitted, ledger.last_step()
 
 
-def three_steps(ledger: TrajectoryLedger) -> list[int]:
-    """Steps of one group each, with their versions and notes; returns the groups."""
-    ledger.publish(version(0))
-    groups = []
-    for step in (1, 2, 3):
-        groups.append(admit_ready(ledger, tokens=step, at=step - 1))
-        ledger.fix_batch(step, selection(groups=1))
-        ledger.publish(version(step))
-        ledger.notes.publish(step, float(step))
-        ledger.notes.add_staleness(step, {"0": step, "1": 1})
-    return groups
-
-
 def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
-    groups = three_steps(ledger)
-    for step in (4, 5, 6):
-        admit_ready(ledger)
-        ledger.fix_batch(step, selection(groups=1))
-        ledger.publish(version(step))
-        ledger.notes.publish(step, float(step))
-    scored = Evaluation(version=1, digest="", accuracy=0.5, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0)
-    ledger.notes.add_evaluation(scored)
+    groups = stepped(ledger, 0, 1, 2, 0, 0, 0)
+    ledger.publish(version(6))
+    ledger.notes.add_evaluation(evaluation(1, 0.5))
     while ledger.free(6):
         pass
     folded(ledger, 2)  # which is to be scored
     assert [number for number in range(7) if ledger.versions.digest(number)] == [0, 2, 6]
     assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
-    assert [ledger.step_of(group) for group in (groups[0], groups[-1] + 3)] == [None, 6]
+    assert [ledger.step_of(group) for group in (groups[1], groups[6])] == [None, 6]
     assert ledger.publish(version(3)) == "same"  # late
     assert ledger.versions.digest(3) is None
     assert ledger.notes.incarnation == 0
-    with pytest.raises(LedgerError, match=f"no group {groups[0]}"):
-        ledger.lose(groups[0])
+    with pytest.raises(LedgerError, match=f"no group {groups[1]}"):
+        ledger.lose(groups[1])
 
 
 def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
-    three_steps(ledger)
+    stepped(ledger, 0, 1, 2)
     ledger.notes.add_staleness(2, {"1": 10})
     assert ledger.notes.staleness() == {"0": 1 + 3, "1": 1 + 10 + 1}
     ledger.notes.forget(2)
@@ -244,12 +202,9 @@ def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
 
 def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch):
     monkeypatch.setattr("areal_core.controller.core.ledger._AT_ONCE", 2)
-    groups = three_steps(ledger)
-    for step in (4, 5):
-        groups.append(admit_ready(ledger))
-        ledger.fix_batch(step, selection(groups=1))
+    groups = stepped(ledger, 0, 1, 2, 0, 0)
     assert ledger.free(5)
-    assert (ledger.payloads.forgotten, [group for group, _ in ledger.payloads.all()]) == (3, groups[3:])
+    assert (ledger.payloads.forgotten, [group for group, _ in ledger.payloads.all()]) == (3, [groups[4], groups[5]])
     assert not ledger.free(5)
     assert (ledger.payloads.forgotten, list(ledger.payloads.all())) == (5, [])
     assert not ledger.free(2)
@@ -258,11 +213,11 @@ def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch)
     assert ledger.fold()
     assert books(ledger) == before
     assert ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0] == 5 - 2
-    assert folded(ledger) == [groups[4]]
+    assert folded(ledger) == [groups[5]]
 
 
 def test_a_snapshot_is_small(ledger, tmp_path):
-    three_steps(ledger)
+    stepped(ledger, 0, 1, 2)
     for _ in range(200):
         ledger.drop(admit_ready(ledger), "why")
     whole, small = tmp_path / "whole.sqlite", tmp_path / "small.sqlite"
@@ -410,7 +365,7 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
 
 
 def test_the_versions_before_a_damaged_batch_stay(ledger):
-    batches = four_steps(ledger)
+    batches = stepped(ledger, 0, 0, 1, 2)
     ledger.lose(batches[2])
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
 

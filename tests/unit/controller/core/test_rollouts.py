@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -13,21 +13,19 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.controller.core.rollouts import Rollouts
 from areal_core.errors import RewardError
-from areal_core.types import GenerationRequest, GroupSummary, SampleRequest, Tally
+from areal_core.types import GenerationRequest, SampleRequest, Tally
+from tests.support.records import summary
 from tests.support.rollout import body
 
 REQUEST = GenerationRequest(request_id="g", token_ids=(7, 8), n=3, max_tokens=9, seed=5, stop_token_ids=(1,))
-SCORED = ScoredGroup(
-    payload=b"",
-    summary=GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=()),
-)
-Outcomes = Sequence[tuple[SampleRequest, ...] | ScoredGroup | Exception]
+SCORED = ScoredGroup(payload=b"", summary=summary())
+Outcome = tuple[SampleRequest, ...] | ScoredGroup | Exception
 
 
 class Session:
     """Has its outcomes one after the other."""
 
-    def __init__(self, outcomes: Outcomes) -> None:
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes, self.seen, self.open = list(outcomes), list[list[tuple[int, int]]](), 0
 
     def begin(self, apart: bool) -> Session:
@@ -78,24 +76,23 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def play(outcomes: Outcomes, scene: Callable[[Servers, Rollouts, Session], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        servers, session = Servers(), Session(outcomes)
-        async with Rollouts(REQUEST, servers.generate, session.begin) as rollouts:
-            await scene(servers, rollouts, session)
-        assert session.open == 0
-
-    asyncio.run(main())
+@asynccontextmanager
+async def begun(*outcomes: Outcome) -> AsyncIterator[tuple[Servers, Rollouts, Session, asyncio.Task[object]]]:
+    """Rollouts that are to be scored, whose first completions have been requested."""
+    servers, session = Servers(), Session(outcomes)
+    async with Rollouts(REQUEST, servers.generate, session.begin) as rollouts:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        yield servers, rollouts, session, scoring
+    assert session.open == 0
 
 
 def asked(*token_ids: int) -> SampleRequest:
     return SampleRequest(token_ids=token_ids, n=1, max_tokens=4)
 
 
-def test_completions_reach_the_environment_as_they_end() -> None:
-    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
-        scoring = asyncio.ensure_future(rollouts.scored())
-        await turns()
+async def test_completions_reach_the_environment_as_they_end() -> None:
+    async with begun((), SCORED) as (servers, rollouts, session, scoring):
         await servers.complete("g", 1)
         assert session.seen == [[(0, 1)]]
         await servers.complete("g", 2, 0, last=True)
@@ -104,35 +101,26 @@ def test_completions_reach_the_environment_as_they_end() -> None:
         assert rollouts.complete
         assert rollouts.sampled() == Tally(tokens=6)
 
-    play([(), SCORED], scene)
 
-
-def test_further_requests_have_seeds_of_their_text() -> None:
+async def test_further_requests_have_seeds_of_their_text() -> None:
     """Twice the same text is two seeds; which of two texts comes first changes neither."""
-    seeds: dict[str, list[int]] = {}
-
-    for order, (first, second) in {"one": ((9,), (8,)), "other": ((8,), (9,))}.items():
-
-        async def scene(servers: Servers, rollouts: Rollouts, session: Session, order: str = order) -> None:
-            scoring = asyncio.ensure_future(rollouts.scored())
-            await turns()
+    seeds: list[list[int]] = []
+    for first, second in (((9,), (8,)), ((8,), (9,))):
+        async with begun((asked(*first), asked(9)), (asked(*second),)) as (servers, _, _, scoring):
             await servers.complete("g", 0)
             await servers.complete("g", 1)
             further = [pending for name, pending in servers.pending.items() if name != "g"]
             found = sorted((each.request.token_ids, each.request.seed) for each in further)
             assert [text for text, _ in found] == [(8,), (9,), (9,)]
-            seeds[order] = [seed for _, seed in found]
+            seeds.append([seed for _, seed in found])
             scoring.cancel()
-
-        play([(asked(*first), asked(9)), (asked(*second),)], scene)
-    assert seeds["one"] == seeds["other"]
-    assert len(set(seeds["one"])) == 3
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
 
 
-def test_after_a_failure_the_environment_begins_again_with_the_first_completions() -> None:
-    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
-        scoring = asyncio.ensure_future(rollouts.scored())
-        await turns()
+async def test_after_a_failure_the_environment_begins_again_with_the_first_completions() -> None:
+    outcomes = (asked(9),), RewardError("it broke"), (), SCORED
+    async with begun(*outcomes) as (servers, rollouts, session, scoring):
         await servers.complete("g", 0)
         await servers.complete("g", 1)
         with pytest.raises(RewardError, match="broke"):
@@ -148,24 +136,16 @@ def test_after_a_failure_the_environment_begins_again_with_the_first_completions
         assert session.seen == [[(0, 0)], [(0, 1)], [(0, 0), (0, 1)], [(0, 2)]]
         assert rollouts.sampled() == Tally(tokens=6)
 
-    play([(asked(9),), RewardError("it broke"), (), SCORED], scene)
 
-
-def test_an_environment_that_waits_for_nothing_is_named() -> None:
-    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
-        scoring = asyncio.ensure_future(rollouts.scored())
-        await turns()
+async def test_an_environment_that_waits_for_nothing_is_named() -> None:
+    async with begun(()) as (servers, _, _, scoring):
         await servers.complete("g", 0, 1, 2, last=True)
         with pytest.raises(RewardError, match="neither requests completions nor ends"):
             await scoring
 
-    play([()], scene)
 
-
-def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> None:
-    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
-        scoring = asyncio.ensure_future(rollouts.scored())
-        await turns()
+async def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> None:
+    async with begun() as (servers, rollouts, _, scoring):
         scoring.cancel()
         closing = asyncio.ensure_future(rollouts.__aexit__())
         await asyncio.sleep(0)
@@ -173,5 +153,3 @@ def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> N
         await asyncio.gather(scoring, closing, return_exceptions=True)
         assert servers.cancelled == ["g"]
         assert rollouts.sampled() == Tally(tokens=1)
-
-    play([], scene)
