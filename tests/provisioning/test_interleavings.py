@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -124,9 +123,9 @@ def play(world: World, first: str, second: str, at: int) -> tuple[str | None, se
     return (stood[0] if stood else None), gone
 
 
-def schedules(folder: Path, first: str, second: str, **options: Any) -> Iterable[tuple[World, str, set[Key]]]:
+def schedules(folder: Path, first: str, second: str) -> Iterable[tuple[World, str, set[Key]]]:
     for at in itertools.count():
-        world = World(folder, **options)
+        world = World(folder)
         stood, gone = play(world, first, second, at)
         if stood is None:
             return
@@ -140,14 +139,3 @@ def test_whoever_goes_on_late_deletes_nothing_of_the_present_holder(tmp_path: Pa
             assert gone == set(), at
             assert world.there == {}, at
             assert world.lease() is None, at
-
-
-@pytest.mark.parametrize("lacking", ["epochs", "marks"])
-def test_a_safeguard_that_is_not_there_is_missed(tmp_path: Path, lacking: str) -> None:
-    found = [
-        gone
-        for first in ("flow, with a stray: end", "reaper")
-        for second in SECOND
-        for _, _, gone in schedules(tmp_path, first, second, **{lacking: False})
-    ]
-    assert any(found)

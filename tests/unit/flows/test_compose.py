@@ -18,14 +18,6 @@ def test_every_experiment_composes_under_its_own_name(experiment: str) -> None:
     assert config.label in (experiment, f"{experiment}-{config.mode}")
 
 
-@pytest.mark.parametrize("missing", FILES)
-def test_paper_experiment_asks_for_the_files_it_needs(missing: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose("paper-7b-math", [given for given in FILES if given != missing])
-    name = missing.partition("=")[0]
-    assert str(caught.value) == f"{name}: must be given, as {name}=VALUE"
-
-
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_papers_runs_have_the_papers_settings(mode: str) -> None:
     """Tables 1 and 3 of the paper. In synchronous mode all GPUs generate, then all train."""
@@ -67,8 +59,6 @@ def test_default_experiment_is_the_schema_itself() -> None:
         ("model=folder", "model.path: must be given", "model.path=VALUE"),
         ("launch=3", "launch: expected a group of fields", "3"),
         ("~training.steps", "overrides: '~training.steps' must be of the form", ""),
-        ("+training.extra=1", "overrides: '+training.extra=1' must be of the form", ""),
-        ("training.steps", "overrides: 'training.steps' is not of the form", ""),
         ("training.steps=[1", "overrides: 'training.steps=[1' is not of the form", ""),
         ("name=${nowhere}", "overrides:", "nowhere"),
         ("", "overrides: '' is not of the form", ""),
@@ -88,12 +78,8 @@ def test_each_benchmark_is_a_task_and_its_held_out_prompts():
     configs = benchmark_configs("m.gguf", ["needle", "rows=it's.jsonl"], samples=4, seed=7)
     assert list(configs) == ["needle", "rows"]
     needle, rows = configs.values()
-    assert (needle.task.dataset, needle.model.path, needle.evaluation.samples, needle.seed) == (
-        "needle_haystack",
-        "m.gguf",
-        4,
-        7,
-    )
+    assert (needle.task.dataset, needle.model.path) == ("needle_haystack", "m.gguf")
+    assert (needle.evaluation.samples, needle.seed) == (4, 7)
     assert (rows.task.name, rows.task.path, rows.task.held_out_path) == ("rows", None, "it's.jsonl")
     assert all(config.mode == "sync" and config.generation_servers == 2 for config in configs.values())
 
@@ -101,12 +87,9 @@ def test_each_benchmark_is_a_task_and_its_held_out_prompts():
 def test_the_name_of_a_run_is_its_final_model(tmp_path):
     final = tmp_path / "runs" / "first" / "final"
     final.mkdir(parents=True)
-    [config] = benchmark_configs("first", ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert config.model.path == str(final)
-    [other] = benchmark_configs("second", ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert other.model.path == "second"
-    [long] = benchmark_configs("x" * 300, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert long.model.path == "x" * 300
+    for model, path in (("first", str(final)), ("second", "second"), ("x" * 300, "x" * 300)):
+        [config] = benchmark_configs(model, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
+        assert config.model.path == path
 
 
 @pytest.mark.parametrize(
@@ -115,7 +98,6 @@ def test_the_name_of_a_run_is_its_final_model(tmp_path):
         ([], {}, r"benchmarks: must name one at least"),
         (["needle", "needle"], {}, r"benchmarks: needle is there twice"),
         (["needles"], {}, r"task: 'needles' .*did you mean needle\?|task: .*needle"),
-        (["needle"], {"samples": 0}, r"evaluation\.samples: must be at least 1, got 0"),
         (["needle"], {"overrides": ["task.chat.on=true"]}, r"task\.chat\.on: no such field"),
     ],
 )

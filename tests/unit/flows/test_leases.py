@@ -120,9 +120,7 @@ def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, 
 @pytest.mark.parametrize(
     "said",
     [
-        b'{"run": "r"',
         {"run": "another"},
-        {"beat": "7"},
         {"held_until": 1e300},
         {"request": "everything"},
         {"spent": {"nodes": 7}},
