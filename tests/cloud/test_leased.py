@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.provision import leased, terraform
+from flows.provision import leased
 from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.leases import name_of
 from flows.provision.reaper import reaper_of
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
-from tests.support.terraform import CREDENTIALS, Root, mirror
+from tests.support.terraform import Root, control_state, terraform_on
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly, pytest.mark.cpu_seconds(60)]
 
@@ -31,16 +30,9 @@ STATE = f"terraform/runs/{RUN}.tfstate"
 @pytest.fixture(scope="module")
 def state(cloud: EmulatedCloud, infra: Path, control: Root, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The state folder of a machine that `control` was applied from, in the environment of this cloud."""
-    folder = tmp_path_factory.mktemp("leased")
-    (folder / "control").mkdir()
-    shutil.copy(infra / "control" / "terraform.tfstate", folder / "control")
-    environment = {"AWS_ENDPOINT_URL": cloud.endpoint, "TF_CLI_CONFIG_FILE": "/dev/null", **CREDENTIALS}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terraform, "INFRA", infra)
+    with terraform_on(cloud, infra) as patched:
         patched.setattr(leased, "_PAUSE_S", 0.5)
-        for name, value in (environment | {terraform.PLUGINS: str(mirror())}).items():
-            patched.setenv(name, value)
-        yield folder
+        yield control_state(infra, tmp_path_factory.mktemp("leased"))
 
 
 @pytest.fixture

@@ -53,27 +53,18 @@ class Plane(ControlPlane):
             "MLFLOW_TRACKING_PASSWORD": MLFLOW_SECRET,
         }
         super().__init__(state, SyncPrefectClient(self.api, auth_string=SECRET), settings)
-        self._server = _daemon("prefect", _prefect(cloud), state, _prefect_settings(state))
-
-    def start_prefect(self) -> None:
-        """It is there again."""
-        self._server.start()
-        wait_for(lambda: responds(f"{self.api}/health"), "Prefect's server", _START_S)
 
     @contextmanager
-    def servers(self, tracked: bool) -> Iterator[None]:
-        """Prefect's, and MLflow's where runs are tracked."""
+    def servers(self) -> Iterator[None]:
+        """Prefect's and MLflow's."""
         mlflow = _daemon("mlflow", _mlflow(self.cloud, self.state), self.state, _mlflow_settings(self.state))
         try:
-            if tracked:
-                mlflow.start()
-            self.start_prefect()
-            if tracked:
+            mlflow.start()
+            with prefect_server(self.cloud, self.state):
                 wait_for(lambda: responds(f"{self.mlflow}/health"), "MLflow's server", _START_S)
-            yield
+                yield
         finally:
             mlflow.end()
-            self._server.end()
 
     def up(self) -> None:
         """`make up`: the worker of flows."""
@@ -166,15 +157,18 @@ class Plane(ControlPlane):
 
 
 @contextmanager
-def plane_on(cloud: EmulatedCloud, state: Path, infra: Path, *, tracked: bool = True) -> Iterator[Plane]:
-    """The caller is inside of the cloud. `infra/control` was applied in `state`. Without MLflow where no run is
-    `tracked`."""
+def plane_on(
+    cloud: EmulatedCloud,
+    state: Path,
+    infra: Path,
+) -> Iterator[Plane]:
+    """The caller is inside of the cloud. `infra/control` was applied in `state`."""
     parameters = boto3.client("ssm", **_client(cloud))
     for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):
         parameters.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True)
     plane = Plane(cloud, state, infra)
     with contextlib.ExitStack() as servers:
-        servers.enter_context(plane.servers(tracked))
+        servers.enter_context(plane.servers())
         plane.up()
         try:
             with plane.client:
@@ -197,16 +191,22 @@ def _daemon(name: str, command: list[str], state: Path, settings: Mapping[str, s
     return Daemon(state / f"{name}.log", command, {**kept, "DO_NOT_TRACK": "1", **settings}, cwd=ROOT)
 
 
-def _prefect(cloud: EmulatedCloud) -> list[str]:
-    return ["flows.prefect_server", "--host", cloud.address, "--port", str(PREFECT_PORT)]
-
-
-def _prefect_settings(state: Path) -> dict[str, str]:
-    return {
+@contextmanager
+def prefect_server(cloud: EmulatedCloud, state: Path, port: int = PREFECT_PORT) -> Iterator[str]:
+    """One that takes nobody without the secret; its API."""
+    settings = {
         "PREFECT_HOME": str(state / "prefect-server"),
         "PREFECT_SERVER_API_AUTH_STRING": SECRET,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
+    command = ["flows.prefect_server", "--host", cloud.address, "--port", str(port)]
+    server, api = _daemon("prefect", command, state, settings), f"http://{cloud.address}:{port}/api"
+    try:
+        server.start()
+        wait_for(lambda: responds(f"{api}/health"), f"Prefect's server; its log: {server.log}", _START_S)
+        yield api
+    finally:
+        server.end()
 
 
 def _mlflow(cloud: EmulatedCloud, state: Path) -> list[str]:

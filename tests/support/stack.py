@@ -88,12 +88,6 @@ class Up(ControlPlane):
         runs = self.client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
         return next(run for run in runs if not run.auto_scheduled)
 
-    def scheduled(self, deployment: str) -> list[FlowRun]:
-        """Runs that the schedule of a deployment has made, by the time at which they are due."""
-        made = self.deployment(deployment).id
-        runs = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC)
-        return [run for run in runs if run.auto_scheduled and run.deployment_id == made]
-
     def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
         """The flow run once its state has one of these names."""
 
