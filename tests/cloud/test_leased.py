@@ -15,7 +15,6 @@ import pytest
 from flows.provision import leased
 from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.leases import name_of
-from flows.provision.reaper import reaper_of
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
@@ -78,17 +77,3 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
     assert json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
     started = {start.instance for start in cloud.starts if start.run == RUN}
     assert len(started - {host.id}) == 1
-
-
-def test_nodes_that_are_handed_over_are_ended_by_the_reaper(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud
-) -> None:
-    with LeasedNodes(request_, state, prices={"trainer": 1.0}) as nodes:
-        nodes.make()
-        nodes.hand_over()
-    reaper = reaper_of(state, None, print)
-    assert reaper is not None
-    (reaped,) = reaper.reap()
-    assert (reaped.run, reaped.owner, reaped.failed) == (RUN, "somebody@example.org", None)
-    assert "1 aws_instance" in reaped.ended
-    assert reaper.reap() == []

@@ -30,14 +30,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 DEPLOYMENT = "areal/train"
 
 
-def test_deployment_has_a_form_a_pool_and_a_schedule_that_sleeps(up: Up) -> None:
-    deployment = up.deployment(DEPLOYMENT)
-    assert deployment.entrypoint == "flows/areal.py:areal"
-    assert deployment.work_pool_name == "areal-local"
-    assert [schedule.active for schedule in deployment.schedules] == [False]
-    assert set(deployment.parameter_openapi_schema["properties"]) >= {"experiment", "mode", "seed", "steps"}
-
-
 def test_up_again_finds_what_is_there(up: Up) -> None:
     assert up.told["prefect_api"].removesuffix("/api") in run_python(up.state, "flows.stack", "up").stdout
     assert json.loads((up.state / "stack.json").read_text()) == up.told

@@ -27,11 +27,6 @@ def fails(error: type[ArealError], pattern: str, config: RunConfig) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
-    preflight(load(base))
-    preflight(load(base | {"model": {}}))
-
-
 @pytest.fixture
 def chat(base: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A model that ends on <|endoftext|>, whose template ends turns on <|im_end|>, and whose tokenizer has a token

@@ -89,7 +89,6 @@ def segment(head_node: HeadNode) -> Path:
     ("spans", "parts"),
     [
         ("0-256", SEGMENT),
-        ("0-3,250-256", SEGMENT[:3] + SEGMENT[250:]),
         ("250-256,0-3", SEGMENT[250:] + SEGMENT[:3]),
         ("256-256", b""),
         ("0-128,0-128", SEGMENT[:128] * 2),
@@ -161,7 +160,6 @@ STRANGE = (  # no file of the worker's own, or no offset
     "..%2Flogs/generation-0.log?offset=0",
     "logs/generation-0.log",
     "logs/generation-0.log?offset=x",
-    "logs/generation-0.log?offset=",
 )
 MADE = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
 NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
@@ -200,13 +198,7 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
     ids=lambda value: str(value)[:30],
 )
 def test_bad_requests_are_refused_in_one_line(
-    ask: Asked,
-    head_node: HeadNode,
-    segment: Path,
-    path: str,
-    body: bytes | None,
-    status: int,
-    line: bytes,
+    ask: Asked, head_node: HeadNode, segment: Path, path: str, body: bytes | None, status: int, line: bytes
 ) -> None:
     (head_node.model / ".hidden").touch()
     (head_node.model / "folder").mkdir()
