@@ -111,16 +111,10 @@ class World:
         given = {"length_s": LENGTH_S, "log": lambda line: None, **options}
         return LeasedNodes(REQUEST, self.folder / me, leases=self.leases(me), cloud=Cloud(self, me), **given)
 
-    def reaper(self, me: str, *, young_s: float = 0.0, log: Callable[[str], None] = lambda line: None) -> Reaper:
-        return Reaper(
-            self.leases(me),
-            self.folder / me,
-            cloud_of=lambda _: Cloud(self, me),
-            foundation=REQUEST["foundation"],
-            length_s=LENGTH_S,
-            young_s=young_s,
-            log=log,
-        )
+    def reaper(self, me: str, *, young_s: float = 0.0) -> Reaper:
+        options = {"length_s": LENGTH_S, "young_s": young_s, "log": lambda line: None}
+        cloud_of = lambda _: Cloud(self, me)  # noqa: E731
+        return Reaper(self.leases(me), self.folder / me, cloud_of=cloud_of, foundation=REQUEST["foundation"], **options)
 
     def lease(self) -> dict[str, Any] | None:
         """None where there is none, or it was given back."""

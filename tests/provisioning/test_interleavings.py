@@ -1,8 +1,7 @@
 """One who works on the nodes of a run stands still before any of its calls, another one takes over, and it goes on.
 
 Whoever stands still has looked before, and acts after: nothing that the present holder relies on may be gone then, and
-one more look of the reaper leaves nothing.
-"""
+one more look of the reaper leaves nothing. Then the short form of `make bench NAME=provisioning`."""
 
 from __future__ import annotations
 
@@ -15,6 +14,8 @@ import pytest
 
 from areal_core.errors import ArealError
 from flows.provision.leased import LeasedNodes
+from flows.provision.leases import Held, Leases
+from tests.provisioning import campaign
 from tests.provisioning.model import INSTANCE, LEASE, LOCK, STATE, Key, World, in_memory, locked_by
 
 
@@ -139,3 +140,29 @@ def test_whoever_goes_on_late_deletes_nothing_of_the_present_holder(tmp_path: Pa
             assert gone == set(), at
             assert world.there == {}, at
             assert world.lease() is None, at
+
+
+def found(folder: Path, faults: int) -> list[str]:
+    outcomes = campaign.run(folder, faults, 1, lambda line: None)
+    return [line for outcome in outcomes for line in outcome.findings.problems()]
+
+
+def test_nothing_leaks_and_nothing_of_others_is_changed(tmp_path: Path) -> None:
+    assert found(tmp_path, 300) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (Leases, "is_over", lambda *_: True),  # it steals
+        (Held, "remaining_s", lambda *_: 1.0),  # and runs on
+        (Held, "renew", lambda *_, **__: None),
+        (LeasedNodes, "_unlock", lambda *_: None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_safeguard_that_is_not_there_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, instead)
+    assert found(tmp_path, 100)

@@ -38,12 +38,10 @@ class Asked:
         self._where = urllib.parse.urlsplit(head_node.serve())
         self._known = authorization(head_node.run.token())
 
-    def __call__(
-        self, method: str, path: str, body: bytes = b"", known: dict[str, str] | None = None
-    ) -> tuple[int, bytes]:
+    def __call__(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(str(self._where.hostname), self._where.port, timeout=30)
         try:
-            connection.request(method, path, body, self._known if known is None else known)
+            connection.request(method, path, body, self._known)
             response = connection.getresponse()
             self.headers = response.headers
             return response.status, response.read()
