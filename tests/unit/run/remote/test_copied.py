@@ -1,4 +1,4 @@
-"""Shares of a run and the workers that have them; a copy of a run's folder: made of what the head node serves, followed,
+"""Shares of a run and the workers that have them; a copy of its folder: made of what the head node serves, followed,
 and given back; and the stager, which brings all servers of a machine one copy of each version."""
 
 from __future__ import annotations
