@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,29 +24,6 @@ RUN = "leased-0123456789ab"
 STATE = f"terraform/runs/{RUN}.tfstate"
 
 
-@pytest.fixture(scope="module")
-def state(cloud: EmulatedCloud, infra: Path, control: Root, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The state folder of a machine that `control` was applied from, in the environment of this cloud."""
-    with terraform_on(cloud, infra) as patched:
-        patched.setattr(leased, "_PAUSE_S", 0.5)
-        yield control_state(infra, tmp_path_factory.mktemp("leased"))
-
-
-@pytest.fixture
-def request_(cloud: EmulatedCloud) -> Iterator[dict[str, Any]]:
-    """One node that trains; in the end nothing is left of it."""
-    yield {
-        "run": RUN,
-        "nodes": {"trainer": {"count": 1, "gpu": "none", "gpus": 0}},
-        "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
-        "prefect": {"api_url": "http://10.64.0.9:4200/api", "work_pool": "areal-nodes"},
-        "software": {"path": str(ROOT)},
-        "image": cloud.image(),
-    }
-    assert cloud.left(RUN) == {}
-    assert cloud.client("s3").get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read() == b""
-
-
 def kill_terraform() -> None:
     for process in psutil.Process().children(recursive=True):
         if process.name() == "terraform":
@@ -56,8 +31,16 @@ def kill_terraform() -> None:
 
 
 def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gone_are_ended(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud
+    cloud: EmulatedCloud, infra: Path, control: Root, tmp_path: Path
 ) -> None:
+    request = {
+        "run": RUN,
+        "nodes": {"trainer": {"count": 1, "gpu": "none", "gpus": 0}},
+        "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
+        "prefect": {"api_url": "http://10.64.0.9:4200/api", "work_pool": "areal-nodes"},
+        "software": {"path": str(ROOT)},
+        "image": cloud.image(),
+    }
     said: list[str] = []
     creating = 'aws_instance.node["trainer-0"]: Creating...'
 
@@ -68,12 +51,18 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
                 time.sleep(0.05)
             kill_terraform()
 
-    with LeasedNodes(request_, state, log=log) as nodes:
-        (host,) = nodes.make()
-        assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
-        found = cloud_of(nodes.request["foundation"])
-        found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
-        nodes.end()
-    assert json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
+    state = control_state(infra, tmp_path)
+    with terraform_on(cloud, infra) as patched:
+        patched.setattr(leased, "_PAUSE_S", 0.5)
+        with LeasedNodes(request, state, log=log) as nodes:
+            (host,) = nodes.make()
+            assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
+            found = cloud_of(nodes.request["foundation"])
+            found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
+            nodes.end()
+    store = cloud.client("s3")
+    assert json.loads(store.get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
+    assert store.get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read() == b""
+    assert cloud.left(RUN) == {}
     started = {start.instance for start in cloud.starts if start.run == RUN}
     assert len(started - {host.id}) == 1

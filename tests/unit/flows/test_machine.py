@@ -275,7 +275,6 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
     for _ in range(2):  # what is gone is fine
         cloud.end(found, lambda: None)
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
-    cloud.end([], lambda: None)
 
 
 def test_groups_are_ended_once_instances_that_are_shutting_down_are_gone(
