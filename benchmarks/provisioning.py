@@ -45,7 +45,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     known = {fault.what for fault in campaign.faults()}
     _harness.tell(f"  by kind: {_counted((kind, count) for (kind, _), count in struck.items())}")
     _harness.tell(f"  by phase: {_counted((place, count) for (_, place), count in struck.items())}")
-    _harness.tell(f"  in scenes with: {_counted((one, 1) for outcome in outcomes for one in outcome.settings)}")
     if nowhere := sorted(" ".join(each) for each in known - struck.keys()):
         more = f", and {len(nowhere) - _NAMED} more" if len(nowhere) > _NAMED else ""
         _harness.tell(f"  struck nothing: {', '.join(nowhere[:_NAMED])}{more}")

@@ -6,11 +6,6 @@ The tests are on its control host. Machines of instances stand still, but for th
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,9 +14,8 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 
-from flows.provision import terraform
 from flows.provision.nodes import Nodes
-from flows.stack import ROOT, responds
+from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.emulated_cloud.cloud import missing as emulation_missing
 from tests.support.cloud import (
@@ -35,16 +29,17 @@ from tests.support.cloud import (
     Cloud,
 )
 from tests.support.needs import skip_without
-from tests.support.plane import Plane, plane_on
-from tests.support.processes import free_port, wait_for
+from tests.support.plane import Plane, plane_on, prefect_server
+from tests.support.processes import free_port
 from tests.support.terraform import (
     CREDENTIALS,
     REGION,
     REQUIRE_CLOUD,
     Root,
+    control_state,
     emulated_infra,
-    mirror,
     missing,
+    terraform_on,
 )
 
 _lack = cache(lambda: missing() or emulation_missing())
@@ -101,9 +96,7 @@ def plane(
     cloud: EmulatedCloud, infra: Path, control: Root, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Plane]:
     """What flows are started on; the machines of their nodes run."""
-    state = tmp_path_factory.mktemp("plane")
-    (state / "control").mkdir()
-    shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
+    state = control_state(infra, tmp_path_factory.mktemp("plane"))
     cloud.have_boot(True)
     with plane_on(cloud, state, infra) as running:
         yield running
@@ -113,33 +106,20 @@ def plane(
 @pytest.fixture(scope="session")
 def prefect(cloud: EmulatedCloud, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
     """A server that takes nobody without the secret, and a pool with a queue for the nodes that generate."""
-    folder, port = tmp_path_factory.mktemp("prefect"), free_port()
-    settings = {
-        "PREFECT_HOME": str(folder),
-        "PREFECT_SERVER_API_AUTH_STRING": SECRET,
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [sys.executable, "-m", "flows.prefect_server", "--host", cloud.address, "--port", str(port)]
-    log = folder / "server.log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, env=kept | settings, stdout=output, stderr=output) as server,
-    ):
-        try:
-            wait_for(lambda: responds(f"http://{cloud.address}:{port}/api/health"), f"Prefect's server; its log: {log}")
-            with SyncPrefectClient(f"http://{cloud.address}:{port}/api", auth_string=SECRET) as client:
-                client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-                client.request("POST", f"/work_pools/{POOL}/queues", json={"name": f"{RUN}-generation"})
-                yield client
-        finally:
-            server.send_signal(signal.SIGINT)
+    folder = tmp_path_factory.mktemp("prefect")
+    with prefect_server(cloud, folder, free_port()) as api, SyncPrefectClient(api, auth_string=SECRET) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        client.request("POST", f"/work_pools/{POOL}/queues", json={"name": f"{RUN}-generation"})
+        yield client
 
 
 @pytest.fixture(scope="session")
 def nodes(
-    cloud: Cloud, infra: Path, control: Root, prefect: SyncPrefectClient, tmp_path_factory: pytest.TempPathFactory
+    cloud: EmulatedCloud,
+    infra: Path,
+    control: Root,
+    prefect: SyncPrefectClient,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Nodes]:
     """Two spot nodes that generate and one that trains. In the end they are ended, and nothing may be left."""
     request = {
@@ -154,18 +134,11 @@ def nodes(
         "software": {"path": str(ROOT)},
         "image": cloud.image(),
     }
-    state = tmp_path_factory.mktemp("state")
-    (state / "control").mkdir()
-    shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
-    environment = {"AWS_ENDPOINT_URL": cloud.endpoint, "TF_CLI_CONFIG_FILE": "/dev/null", **CREDENTIALS}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terraform, "INFRA", infra)
-        for name, value in (environment | {terraform.PLUGINS: str(mirror())}).items():
-            patched.setenv(name, value)
-        with Nodes(request, state, lock_timeout_s=1) as made:
-            made.terraform.apply(made.plan())
-            yield made
-            made.terraform.apply(made.plan_end())
-            assert made.hosts() == []
+    state = control_state(infra, tmp_path_factory.mktemp("state"))
+    with terraform_on(cloud, infra), Nodes(request, state, lock_timeout_s=1) as made:
+        made.terraform.apply(made.plan())
+        yield made
+        made.terraform.apply(made.plan_end())
+        assert made.hosts() == []
     assert cloud.left() == {}
     assert json.loads(cloud.state())["resources"] == []

@@ -82,18 +82,6 @@ def test_one_process_writes_the_state_of_a_run(nodes: Nodes, cloud: Cloud) -> No
     store.delete_object(Bucket=BUCKET, Key=f"{STATE}.tflock")
 
 
-def test_what_is_wrong_is_said_in_a_line(nodes: Nodes) -> None:
-    asked = nodes.variables["nodes"]
-    nodes.variables["nodes"] = {"trainer": {"count": 1, "gpu": "h100", "gpus": 5}}
-    try:
-        with pytest.raises(
-            ProvisionError, match=r"^terraform plan: Invalid value for variable: nodes: no machine has "
-        ):
-            nodes.plan()
-    finally:
-        nodes.variables["nodes"] = asked
-
-
 def test_secrets_are_neither_in_the_state_nor_in_what_nodes_are_told(nodes: Nodes, cloud: Cloud) -> None:
     assert SECRET not in cloud.state().decode()
     assert all(SECRET not in cloud.user_data(role) for role in ("generation", "trainer"))

@@ -35,8 +35,7 @@ def _machines_boot(cloud: EmulatedCloud) -> Iterator[None]:
 
 def booted(cloud: EmulatedCloud, old: str = "", new: str = "") -> str:
     """An instance that boots with what a node that generates is given, with one word for another."""
-    (instance,) = cloud.boot(cloud.user_data("generation").replace(old, new))
-    return instance["InstanceId"]
+    return cloud.boot(cloud.user_data("generation").replace(old, new))
 
 
 def test_its_worker_comes_and_its_end_is_set(nodes: Nodes, cloud: EmulatedCloud, prefect: SyncPrefectClient) -> None:

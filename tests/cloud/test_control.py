@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from flows.control import Control
 from flows.stack import ROOT
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_for
 from tests.support.terraform import CREDENTIALS, REGION
 
 pytestmark = [
@@ -64,12 +63,13 @@ class Servers:
         )
 
     def __enter__(self) -> Servers:
-        deadline = time.monotonic() + _TIMEOUT_S
         begun = self._log.tell()
-        while "Prefect and MLflow respond." not in self.output()[begun:]:
+
+        def respond() -> bool:
             assert self.process.poll() is None, self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.2)
+            return "Prefect and MLflow respond." in self.output()[begun:]
+
+        wait_for(respond, self.output, _TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from flows.provision import leased, terraform
+from flows.provision import leased
 from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.leases import name_of
-from flows.provision.reaper import reaper_of
 from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
-from tests.support.terraform import CREDENTIALS, Root, mirror
+from tests.support.terraform import Root, control_state, terraform_on
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly]
 
 RUN = "leased-0123456789ab"
 STATE = f"terraform/runs/{RUN}.tfstate"
-
-
-@pytest.fixture(scope="module")
-def state(cloud: EmulatedCloud, infra: Path, control: Root, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The state folder of a machine that `control` was applied from, in the environment of this cloud."""
-    folder = tmp_path_factory.mktemp("leased")
-    (folder / "control").mkdir()
-    shutil.copy(infra / "control" / "terraform.tfstate", folder / "control")
-    environment = {"AWS_ENDPOINT_URL": cloud.endpoint, "TF_CLI_CONFIG_FILE": "/dev/null", **CREDENTIALS}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terraform, "INFRA", infra)
-        patched.setattr(leased, "_PAUSE_S", 0.5)
-        for name, value in (environment | {terraform.PLUGINS: str(mirror())}).items():
-            patched.setenv(name, value)
-        yield folder
-
-
-@pytest.fixture
-def request_(cloud: EmulatedCloud) -> Iterator[dict[str, Any]]:
-    """One node that trains; in the end nothing is left of it."""
-    yield {
-        "run": RUN,
-        "nodes": {"trainer": {"count": 1, "gpu": "none", "gpus": 0}},
-        "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
-        "prefect": {"api_url": "http://10.64.0.9:4200/api", "work_pool": "areal-nodes"},
-        "software": {"path": str(ROOT)},
-        "image": cloud.image(),
-    }
-    assert cloud.left(RUN) == {}
-    assert cloud.client("s3").get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read() == b""
 
 
 def kill_terraform() -> None:
@@ -65,8 +31,16 @@ def kill_terraform() -> None:
 
 
 def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gone_are_ended(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud
+    cloud: EmulatedCloud, infra: Path, control: Root, tmp_path: Path
 ) -> None:
+    request = {
+        "run": RUN,
+        "nodes": {"trainer": {"count": 1, "gpu": "none", "gpus": 0}},
+        "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
+        "prefect": {"api_url": "http://10.64.0.9:4200/api", "work_pool": "areal-nodes"},
+        "software": {"path": str(ROOT)},
+        "image": cloud.image(),
+    }
     said: list[str] = []
     creating = 'aws_instance.node["trainer-0"]: Creating...'
 
@@ -77,26 +51,18 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
                 time.sleep(0.05)
             kill_terraform()
 
-    with LeasedNodes(request_, state, log=log) as nodes:
-        (host,) = nodes.make()
-        assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
-        found = cloud_of(nodes.request["foundation"])
-        found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
-        nodes.end()
-    assert json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
+    state = control_state(infra, tmp_path)
+    with terraform_on(cloud, infra) as patched:
+        patched.setattr(leased, "_PAUSE_S", 0.5)
+        with LeasedNodes(request, state, log=log) as nodes:
+            (host,) = nodes.make()
+            assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
+            found = cloud_of(nodes.request["foundation"])
+            found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
+            nodes.end()
+    store = cloud.client("s3")
+    assert json.loads(store.get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
+    assert store.get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read() == b""
+    assert cloud.left(RUN) == {}
     started = {start.instance for start in cloud.starts if start.run == RUN}
     assert len(started - {host.id}) == 1
-
-
-def test_nodes_that_are_handed_over_are_ended_by_the_reaper(
-    state: Path, request_: dict[str, Any], cloud: EmulatedCloud
-) -> None:
-    with LeasedNodes(request_, state, prices={"trainer": 1.0}) as nodes:
-        nodes.make()
-        nodes.hand_over()
-    reaper = reaper_of(state, None, print)
-    assert reaper is not None
-    (reaped,) = reaper.reap()
-    assert (reaped.run, reaped.owner, reaped.failed) == (RUN, "somebody@example.org", None)
-    assert "1 aws_instance" in reaped.ended
-    assert reaper.reap() == []

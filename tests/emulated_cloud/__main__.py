@@ -29,7 +29,7 @@ There, with these variables, the tools of AWS and terraform talk to it:
 
 Terraform's root modules, without what it lacks: {infra}
 What each machine says: {folder}/logs/INSTANCE.log; when they started and ended: {folder}/starts.jsonl
-A fault: curl --unix-socket {folder}/control http://cloud/reclaim -d '{{"instance": "i-...", "notice_s": 120}}'
+A fault: curl {endpoint}/emulated/reclaim -d '{{"instance": "i-...", "notice_s": 120}}'
 """
 
 
@@ -53,6 +53,7 @@ def _by_hand() -> None:
             variables="\n    ".join(f"export {name}={value}" for name, value in cloud.environment.items()),
             infra=emulated_infra(folder / "terraform"),
             folder=folder,
+            endpoint=cloud.endpoint,
         )
         print(text, flush=True)
         while True:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 
 from flows.stack import ROOT
@@ -88,8 +87,7 @@ class EmulatedCloud(Cloud):
 
     **The API** is moto's, with what `proxy` adds.
 
-    Files in `folder`: logs/INSTANCE.log, starts.jsonl, moto.log, daemon.log, and the socket `control` that
-    takes what is asked for here, for curl.
+    Files in `folder`: logs/INSTANCE.log, starts.jsonl, moto.log, daemon.log.
     """
 
     address = ADDRESS  # of the control host
@@ -152,7 +150,7 @@ class EmulatedCloud(Cloud):
         """Whether machines run anything from now on: else they are on the network, and that is all."""
         self._ask("have_boot", boots=boots)
 
-    def reclaim(self, instance: str, notice_s: float = 120.0) -> None:
+    def reclaim(self, instance: str, notice_s: float) -> None:
         """The machine's metadata tells of its end, which comes after `notice_s`."""
         self._ask("reclaim", instance=instance, notice_s=notice_s)
 
@@ -180,57 +178,23 @@ class EmulatedCloud(Cloud):
         file = self.folder / "logs" / f"{instance}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def run_in(self, instance: str, *argv: object, timeout_s: float = 60.0) -> str:
+    def run_in(self, instance: str, *argv: object) -> str:
         """The output of a command on a machine. AssertionError with all that it said if it fails."""
-        command = [
-            "nsenter",
-            "--target",
-            str(self.running()[instance]),
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--net",
-            "--pid",
-            *map(str, argv),
-        ]
-        done = subprocess.run(
-            command, env=init.ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        spaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
+        command = ["nsenter", "--target", str(self.running()[instance]), *spaces, *map(str, argv)]
+        done = subprocess.run(command, env=init.ENVIRONMENT, capture_output=True, text=True, timeout=_ASK_S)
         assert done.returncode == 0, f"{argv} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def boot(self, user_data: str, count: int = 1) -> list[dict[str, Any]]:
-        """New instances, once their machines run, or have run. To be called inside."""
-        ran = self.client("ec2").run_instances(
-            ImageId=self.image(), InstanceType="m7i.2xlarge", MinCount=count, MaxCount=count, UserData=user_data
-        )
-        made = {each["InstanceId"] for each in ran["Instances"]}
-        wait_for(lambda: made <= {start.instance for start in self.starts}, "machines")  # one may have ended by now
-        return ran["Instances"]
+    def boot(self, user_data: str) -> str:
+        """A new instance, once its machine runs, or has run. To be called inside."""
+        asked = {"ImageId": self.image(), "InstanceType": "m7i.2xlarge", "MinCount": 1, "MaxCount": 1}
+        (made,) = self.client("ec2").run_instances(**asked, UserData=user_data)["Instances"]
+        wait_for(lambda: made["InstanceId"] in {start.instance for start in self.starts}, "the machine")
+        return made["InstanceId"]
 
     def _ask(self, what: str, **arguments: object) -> Any:
-        connection = _UnixConnection(self.folder / CONTROL)
-        try:
-            connection.request("POST", f"/{what}", json.dumps(arguments), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            result = json.loads(response.read())
-        finally:
-            connection.close()
-        assert response.status == http.client.OK, f"{what}: {result}"
-        return result
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("cloud", timeout=_ASK_S)
-        self._path = path
-
-    def connect(self) -> None:
-        """By way of its folder: a path in a socket's address has 107 characters at most."""
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        folder = os.open(self._path.parent, os.O_PATH)
-        try:
-            self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
-        finally:
-            os.close(folder)
+        with self.inside():
+            answer = httpx.post(f"{self.endpoint}{CONTROL}{what}", json=arguments, timeout=_ASK_S)
+        assert answer.is_success, f"{what}: {answer.text}"
+        return answer.json()

@@ -1,7 +1,7 @@
 """The process that holds an emulated cloud together, until its parent ends or asks it to.
 
 It lives on the control host, a namespace at the same switch as the machines, as moto's server does. `EmulatedCloud`
-asks it for what tests want by HTTP on a Unix socket: `POST /NAME` with the arguments as JSON.
+asks it for what tests want where AWS's API is: `POST /emulated/NAME` with the arguments as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
@@ -32,7 +31,8 @@ from tests.support.namespaces import Switch
 
 ADDRESS, PORT = "10.64.255.1", 4566  # of the control host, and of the API on it
 CONTROL_HOST = "control"
-CONTROL, STARTS = "control", "starts.jsonl"  # files in the cloud's folder
+CONTROL = "/emulated/"  # how paths of what tests ask for begin
+STARTS = "starts.jsonl"  # file in the cloud's folder
 _LOOK_S = 1.0  # between two looks at moto's instances, where no call may have changed them
 
 
@@ -45,13 +45,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
 class Daemon:
     def __init__(self, options: Options, switch: Switch, moto: Cloud) -> None:
         self._folder = Path(options.folder)
-        self._site = Site(
-            own=options.own,
-            folder=self._folder,
-            switch=switch,
-            endpoint=f"http://{ADDRESS}:{PORT}",
-            power_off_s=options.power_off_s,
-        )
+        endpoint = f"http://{ADDRESS}:{PORT}"
+        self._site = Site(options.own, self._folder, switch, endpoint, options.power_off_s)
         self._ec2 = moto.client("ec2")
         self._machines: dict[str, Machine] = {}
         self._boots = True  # machines that come run something
@@ -59,26 +54,21 @@ class Daemon:
         self._look = asyncio.Event()
         self._stop = asyncio.Event()
         self._starts = (self._folder / STARTS).open("a", buffering=1)
-        self._proxy = Proxy(
-            moto.endpoint,
-            describe=self._ec2.describe_launch_template_versions,
-            changed=self._look.set,
-        )
+        describe = self._ec2.describe_launch_template_versions
+        self._proxy = Proxy(moto.endpoint, describe=describe, changed=self._look.set)
 
     async def run(self, ready: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
-        await self._proxy.serve(socket.create_server((ADDRESS, PORT), backlog=128))
-        control = web.Server(self._handle, access_log=None)
-        listening = await loop.create_unix_server(control, sock=_unix_socket(self._folder / CONTROL))
-        self._spawn(self._follow())
-        ready()
-        try:
-            await self._stop.wait()
-        finally:
-            listening.close()
-            await self._close()
+        server = web.Server(self._handle, access_log=None, auto_decompress=False)
+        async with self._proxy, await loop.create_server(server, ADDRESS, PORT):
+            self._spawn(self._follow())
+            ready()
+            try:
+                await self._stop.wait()
+            finally:
+                await self._close()
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -89,7 +79,6 @@ class Daemon:
         for machine in self._machines.values():
             await machine.down()
             await machine.unplug()
-        await self._proxy.close()
         self._starts.close()
 
     # Machines follow moto's instances.
@@ -174,14 +163,12 @@ class Daemon:
 
     # What tests ask for.
 
-    async def _handle(self, request: web.BaseRequest) -> web.Response:
-        asked: dict[str, Callable[..., Any]] = {
-            "have_boot": self._have_boot,
-            "machines": self._tell,
-            "reclaim": self._reclaim,
-        }
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not request.path.startswith(CONTROL):
+            return await self._proxy.handle(request)
+        asked = {"have_boot": self._have_boot, "machines": self._tell, "reclaim": self._reclaim}
         try:
-            return web.json_response(asked[request.path.lstrip("/")](**await request.json()))
+            return web.json_response(asked[request.path.removeprefix(CONTROL)](**await request.json()))
         except (KeyError, TypeError, ValueError) as error:
             return web.json_response(repr(error), status=400)
 
@@ -201,17 +188,6 @@ class Daemon:
         if machine.why is None:
             machine.end("reclaimed", at_once=False)
             await asyncio.to_thread(self._terminate, machine.instance)
-
-
-def _unix_socket(path: Path) -> socket.socket:
-    """Bound by way of its folder: a path in a socket's address has 107 characters at most."""
-    listening = socket.socket(socket.AF_UNIX)
-    folder = os.open(path.parent, os.O_PATH)
-    try:
-        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
-    finally:
-        os.close(folder)
-    return listening
 
 
 def serve(options: Options) -> None:

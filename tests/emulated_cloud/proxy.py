@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,18 +41,15 @@ class Proxy:
     def __init__(self, moto: str, *, describe: Callable[..., Any], changed: Callable[[], None]) -> None:
         self._moto, self._describe, self._changed = moto, describe, changed
 
-    async def serve(self, listening: socket.socket) -> None:
-        self._session = ClientSession(
-            auto_decompress=False, cookie_jar=DummyCookieJar(), timeout=ClientTimeout(total=_TIMEOUT_S)
-        )
-        server = web.Server(self._handle, access_log=None, auto_decompress=False)
-        self._server = await asyncio.get_running_loop().create_server(server, sock=listening)
+    async def __aenter__(self) -> Proxy:
+        timeout = ClientTimeout(total=_TIMEOUT_S)
+        self._session = ClientSession(auto_decompress=False, cookie_jar=DummyCookieJar(), timeout=timeout)
+        return self
 
-    async def close(self) -> None:
-        self._server.close()
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await request.content.read()

@@ -82,7 +82,6 @@ class Findings:
 @dataclass(slots=True)
 class Outcome:
     struck: list[tuple[str, str]]
-    settings: list[str]  # what the whole scene had to live with
     findings: Findings
 
 
@@ -96,7 +95,6 @@ class Scene:
         self._came: dict[Fault, int] = dict.fromkeys(planned, 0)
         self.struck: list[Fault] = []
         self._number = 0
-        self.settings: set[str] = set()
         self.world.strike = self._strike
 
     def play(self) -> Outcome:
@@ -105,7 +103,7 @@ class Scene:
             for _ in range(self._rng.randint(0, 2)):
                 self._time_passes()
                 self._reap()
-        return Outcome([fault.what for fault in self.struck], sorted(self.settings), self._check())
+        return Outcome([fault.what for fault in self.struck], self._check())
 
     def _strike(self, me: str, place: str) -> str | None:
         due: Fault | None = None
@@ -121,7 +119,6 @@ class Scene:
             return due.kind
         self._time_passes()
         self._rng.choice((self._own, self._reap, lambda: None))()
-        self.settings.add("two at once")
         return None
 
     def _new(self, kind: str) -> str:
@@ -132,8 +129,6 @@ class Scene:
         if me not in self.world.busy:
             self.world.dead.discard(me)
             self.world.skews[me] = self._rng.choice((0.0, self._rng.uniform(-_SKEW_S, _SKEW_S)))
-        if self.world.skews[me]:
-            self.settings.add("clocks off")
         return me
 
     def _time_passes(self) -> None:

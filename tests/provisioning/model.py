@@ -55,8 +55,6 @@ class World:
     """All that there is. Those who work in it have names, which are also their folders: machines of their own."""
 
     folder: Path
-    epochs: bool = True  # names have them
-    marks: bool = True  # leases say that somebody is ending the nodes
     now: float = 1.9e9
     there: dict[Key, float] = field(default_factory=dict)  # and when it was made
     state: dict[str, Key] = field(default_factory=dict)
@@ -113,16 +111,10 @@ class World:
         given = {"length_s": LENGTH_S, "log": lambda line: None, **options}
         return LeasedNodes(REQUEST, self.folder / me, leases=self.leases(me), cloud=Cloud(self, me), **given)
 
-    def reaper(self, me: str, *, young_s: float = 0.0, log: Callable[[str], None] = lambda line: None) -> Reaper:
-        return Reaper(
-            self.leases(me),
-            self.folder / me,
-            cloud_of=lambda _: Cloud(self, me),
-            foundation=REQUEST["foundation"],
-            length_s=LENGTH_S,
-            young_s=young_s,
-            log=log,
-        )
+    def reaper(self, me: str, *, young_s: float = 0.0) -> Reaper:
+        options = {"length_s": LENGTH_S, "young_s": young_s, "log": lambda line: None}
+        cloud_of = lambda _: Cloud(self, me)  # noqa: E731
+        return Reaper(self.leases(me), self.folder / me, cloud_of=cloud_of, foundation=REQUEST["foundation"], **options)
 
     def lease(self) -> dict[str, Any] | None:
         """None where there is none, or it was given back."""
@@ -191,7 +183,6 @@ class Store:
 
     def put_over(self, name: str, data: bytes, mark: str | None) -> str:
         world = self._world
-        data = data if world.marks else data.replace(b'"ending":true', b'"ending":false')
 
         def put() -> str:
             before = world.lease()
@@ -310,8 +301,7 @@ class Nodes:
             self._step("terraform delete", lambda: world.remove(self._me, state[name]))
             del state[name]
             return
-        epoch = self.variables["epoch"] if world.epochs else ""
-        key = kind, f"areal-{RUN}-{epoch}" if kind == ROLE else world.number()
+        key = kind, f"areal-{RUN}-{self.variables['epoch']}" if kind == ROLE else world.number()
 
         def create() -> None:
             if key in world.there:

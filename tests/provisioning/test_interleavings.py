@@ -1,8 +1,7 @@
 """One who works on the nodes of a run stands still before any of its calls, another one takes over, and it goes on.
 
 Whoever stands still has looked before, and acts after: nothing that the present holder relies on may be gone then, and
-one more look of the reaper leaves nothing.
-"""
+one more look of the reaper leaves nothing. Then the short form of `make bench NAME=provisioning`."""
 
 from __future__ import annotations
 
@@ -10,12 +9,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from areal_core.errors import ArealError
 from flows.provision.leased import LeasedNodes
+from flows.provision.leases import Held, Leases
+from tests.provisioning import campaign
 from tests.provisioning.model import INSTANCE, LEASE, LOCK, STATE, Key, World, in_memory, locked_by
 
 
@@ -124,9 +124,9 @@ def play(world: World, first: str, second: str, at: int) -> tuple[str | None, se
     return (stood[0] if stood else None), gone
 
 
-def schedules(folder: Path, first: str, second: str, **options: Any) -> Iterable[tuple[World, str, set[Key]]]:
+def schedules(folder: Path, first: str, second: str) -> Iterable[tuple[World, str, set[Key]]]:
     for at in itertools.count():
-        world = World(folder, **options)
+        world = World(folder)
         stood, gone = play(world, first, second, at)
         if stood is None:
             return
@@ -142,12 +142,27 @@ def test_whoever_goes_on_late_deletes_nothing_of_the_present_holder(tmp_path: Pa
             assert world.lease() is None, at
 
 
-@pytest.mark.parametrize("lacking", ["epochs", "marks"])
-def test_a_safeguard_that_is_not_there_is_missed(tmp_path: Path, lacking: str) -> None:
-    found = [
-        gone
-        for first in ("flow, with a stray: end", "reaper")
-        for second in SECOND
-        for _, _, gone in schedules(tmp_path, first, second, **{lacking: False})
-    ]
-    assert any(found)
+def found(folder: Path, faults: int) -> list[str]:
+    outcomes = campaign.run(folder, faults, 1, lambda line: None)
+    return [line for outcome in outcomes for line in outcome.findings.problems()]
+
+
+def test_nothing_leaks_and_nothing_of_others_is_changed(tmp_path: Path) -> None:
+    assert found(tmp_path, 300) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (Leases, "is_over", lambda *_: True),  # it steals
+        (Held, "remaining_s", lambda *_: 1.0),  # and runs on
+        (Held, "renew", lambda *_, **__: None),
+        (LeasedNodes, "_unlock", lambda *_: None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_safeguard_that_is_not_there_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, instead)
+    assert found(tmp_path, 100)

@@ -6,10 +6,18 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from flows.provision import terraform
 from flows.provision.terraform import INFRA, PLUGINS
+
+if TYPE_CHECKING:
+    from tests.emulated_cloud import EmulatedCloud
 
 REQUIRE_CLOUD = "AREAL_REQUIRE_CLOUD"  # set: a machine that lacks terraform fails these tests instead of skipping them
 _PROVIDER = "registry.terraform.io/hashicorp/aws"
@@ -75,6 +83,23 @@ def emulated_infra(folder: Path) -> Path:
     (folder / "control" / "emulated_override.tf").write_text(_CONTROL)
     (folder / "run" / "emulated_override.tf").write_text(_CONTROL + _RUN)
     return folder
+
+
+def control_state(infra: Path, state: Path) -> Path:
+    """`state`, the folder of a machine that `control` was applied from."""
+    (state / "control").mkdir()
+    shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
+    return state
+
+
+@contextmanager
+def terraform_on(cloud: EmulatedCloud, infra: Path) -> Iterator[pytest.MonkeyPatch]:
+    """This process has the environment of an emulated cloud, and its terraform."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(terraform, "INFRA", infra)
+        for name, value in (cloud.environment | {PLUGINS: str(mirror())}).items():
+            patched.setenv(name, value)
+        yield patched
 
 
 class Root:

@@ -1,4 +1,5 @@
-"""Comparisons on a real Prefect server and a real MLflow: complete, continued, with a failing arm, and cancelled."""
+"""Comparisons on a real Prefect server and a real MLflow: complete, continued, with a failing arm, and cancelled; and
+`make evaluate` there: scores, a page, a table, a data set."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 from prefect.states import Cancelling
 
 from tests.support.control import emulated, run_python, tiny
+from tests.support.models import write_tiny
 from tests.support.stack import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
@@ -64,10 +66,7 @@ def test_comparison_leaves_a_report_artifacts_and_runs(up: Up, first: subprocess
         assert said in first.stdout
     artifacts = {key: artifact.data for key, artifact in up.artifacts(flow_run.id).items()}
     assert {"areal-progress", "areal-places"} <= artifacts.keys()
-    for key, held in {
-        "areal-comparison": "## Results",
-    }.items():
-        assert held in artifacts[key]
+    assert "## Results" in artifacts["areal-comparison"]
     assert [row["arm"] for row in json.loads(artifacts["areal-result"])] == ["sync", "async-1"]
     states = {name: run.state_name for name, run in _trials(up, flow_run).items()}
     assert states == {"sync seed 1": "Completed", "async-1 seed 1": "Completed"}
@@ -143,3 +142,42 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     up.until("the comparison's run is killed", lambda: _parent(up, name).info.status == "KILLED")
     children = _children(up, _parent(up, name))
     assert [run.info.status for run in children.values()] == ["KILLED"]
+
+
+def _evaluate(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    settings = (f"state_dir={state}", f"storage.url={state}/storage", "generation.slots=8", "launch.devices=1")
+    limits = ("task.held_out=12", "task.max_new_tokens=16")
+    return run_python(state, "flows.evaluate_command", *arguments, *settings, *limits)
+
+
+@pytest.fixture(scope="module")
+def model(up: Up) -> str:
+    return str(write_tiny(up.state / "tiny-model"))
+
+
+def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
+    asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "--name", "before")
+    done = _evaluate(up.state, *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = up.state / "evaluations" / "before" / "arithmetic.html"
+    assert f"arithmetic, to read: {page}" in done.stdout
+    assert page.exists()
+    artifacts = up.artifacts(up.newest().id)
+    rows = json.loads(artifacts["areal-result"].data)
+    assert {row["figure"] for row in rows} == {
+        *("problems", "greedy", "pass@1, 2 samples", "pass@2, 2 samples", "completions"),
+    }
+    client = MlflowClient(up.told["mlflow_uri"])
+    [experiment] = client.search_experiments(filter_string="name = 'areal'")
+    [run] = client.search_runs([experiment.experiment_id], "tags.evaluation = 'before'")
+    assert (
+        f"tracking: {up.told['mlflow_uri']}/#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}?"
+        in done.stdout
+    )
+    assert run.info.status == "FINISHED"
+    assert 0 <= run.data.metrics["eval/arithmetic/greedy_low"] <= run.data.metrics["eval/arithmetic/greedy_high"] <= 1
+    [data] = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.tags[0].value) == ("arithmetic", "evaluation")
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "evaluation/arithmetic.json")).read_text())
+    assert len(table["data"]) == 12
+    assert {"prompt", "greedy", "verdict", "samples correct"} <= set(table["columns"])

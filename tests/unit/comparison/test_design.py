@@ -1,22 +1,43 @@
-"""Arms that are compared match in all that must match; a comparison is kept, and continued only by what fits."""
+"""Arms that are compared match in all that must match; a comparison is kept, and continued only by what fits; a trial's
+result is what its run left in its folder; the comparison's own run in MLflow is opened once."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
 from areal_core.environments.source import open_source
-from areal_core.errors import ConfigError
+from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.models.tokenizer import char_tokenizer
-from flows.comparison.design import DEFAULT_ARMS, Comparison, check_matched, differences, plan_trials, read_comparison
+from areal_core.run.launcher import read_summary, run_folder
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import MetricRow, RunSummary
+from flows.comparison.design import (
+    DEFAULT_ARMS,
+    Comparison,
+    Trial,
+    check_matched,
+    differences,
+    plan_trials,
+    read_comparison,
+)
+from flows.comparison.parent import Parent, open_parent
+from flows.comparison.trials import TrialResult, load_result, run_trial
 from flows.compose import compose
+from tests.support.comparison import made_up
 
 _EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
-_TWO = {"sync": ["mode=sync"], "async": ["mode=async"]}
+_ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
 
 
 def _config(**dotted: Any) -> RunConfig:
@@ -54,15 +75,12 @@ def test_arms_of_a_seed_really_match() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"model__hidden_size": 32}, "model.hidden_size must be the same in every arm, got 32, sync has 64"),
         ({"task__held_out": 512}, "task.held_out must be the same in every arm, got 512, sync has 1024"),
-        ({"stop__score": 0.9}, "stop.score must be the same in every arm, got 0.9, sync has None"),
         (
             {"rollout__batch_size": 256},
             "rollout.batch_size * training.steps must be the same in every arm, got 256 * 25, sync has 512 * 25",
         ),
         ({"generation__servers": 3}, "generation.servers must be at most launch.devices (2), got 3"),
-        ({"training__ranks": 3}, "training.ranks must be at most launch.devices (2), got 3"),
         (_EMULATED, "generation.engine must be the same in every arm, got emulated, sync has embedded"),
     ],
 )
@@ -88,13 +106,10 @@ def test_the_papers_arms_match(experiment: str) -> None:
 
 
 def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
-    crowded = _config(generation__servers=2, training__ranks=2)  # confined to two cores, whatever it starts
-    check_matched({"sync": _config(mode="sync"), "crowded": crowded})
     arms = {"sync": ["mode=sync"], "crowded": ["generation.servers=2", "training.ranks=2"]}
-    plan_trials("s", "cpu-async", arms, [1])
-    with pytest.raises(
-        ConfigError, match=r"^arms\.crowded: launch\.devices: must be at least 4 where accelerators are"
-    ):
+    plan_trials("s", "cpu-async", arms, [1])  # confined to two cores, whatever it starts
+    said = r"^arms\.crowded: launch\.devices: must be at least 4 where accelerators are"
+    with pytest.raises(ConfigError, match=said):
         plan_trials("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
 
 
@@ -102,10 +117,8 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
     gpus = {"launch__accelerator": "cuda", "launch__devices": 8, "generation__engine": "vllm"}
     pairs = _config(mode="sync", generation__vllm__tensor_parallel=2, **gpus)
     check_matched({"sync": pairs, "async": _config(generation__vllm__tensor_parallel=2, training__ranks=2, **gpus)})
-    weak = _config(mode="sync", generation__vllm__tensor_parallel=2, generation__servers=3, **gpus)
-    with pytest.raises(
-        ConfigError, match=r"^arms\.sync: generation\.servers must be launch\.devices \(8\) / 2 a server"
-    ):
+    weak = dataclasses.replace(pairs, generation=dataclasses.replace(pairs.generation, servers=3))
+    with pytest.raises(ConfigError, match=r"^arms\.sync: generation\.servers must be launch\.devices \(8\) / 2 a ser"):
         check_matched({"sync": weak, "async": pairs})
 
 
@@ -119,12 +132,11 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
         ({"seeds": [1, 2, 1]}, "seeds: must be distinct, got 1, 2, 1"),
         ({"arms": {"a": [], "b": ["seed=3"]}}, "arms.b: seed is chosen by seeds, not by an override"),
         ({"arms": {"a": [], "b": ["training.step=3"]}}, "arms.b: training.step: no such field; did you mean tr"),
-        ({"experiment": "gpu-async"}, "experiment: must be one of "),  # which is no arm's fault
-        ({"overrides": ["training.step=3"]}, "training.step: no such field"),
+        ({"overrides": ["training.step=3"]}, "training.step: no such field"),  # which is no arm's fault
     ],
 )
 def test_plan_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
-    asked = {"comparison": "s", "experiment": "cpu-async", "arms": _TWO, "seeds": [1], **changed}
+    asked = {"comparison": "s", "experiment": "cpu-async", "arms": _ARMS, "seeds": [1], **changed}
     with pytest.raises(ConfigError) as error:
         plan_trials(**asked)
     assert str(error.value).startswith(said)
@@ -143,16 +155,9 @@ def test_a_synchronous_reference_uses_every_device(field: str, does: str) -> Non
     check_matched({"sync": _config(mode="sync", **weak, **_EMULATED), "async": _config(**_EMULATED)})  # or emulated
 
 
-_ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
-
-
-def _comparison(
-    arms: Mapping[str, Sequence[str]] = _ARMS,
-    seeds: Sequence[int] = (1, 2),
-    experiment: str = "cpu-async",
-    overrides: Sequence[str] = ("training.steps=10",),
-) -> Comparison:
-    return Comparison(name="study", experiment=experiment, arms=arms, seeds=list(seeds), overrides=list(overrides))
+def _comparison(**changed: Any) -> Comparison:
+    values = {"experiment": "cpu-async", "arms": _ARMS, "seeds": [1, 2], "overrides": ["training.steps=10"]}
+    return Comparison(name="study", **values | changed)
 
 
 def test_comparison_is_written_read_and_continued(tmp_path: Path) -> None:
@@ -161,7 +166,8 @@ def test_comparison_is_written_read_and_continued(tmp_path: Path) -> None:
     assert read_comparison(comparison.folder()) is None
     comparison.write()
     assert read_comparison(comparison.folder()) == comparison
-    asked = _comparison({"async-4": ["mode=async", "rollout.max_staleness=4"], "sync": ["mode=sync"]}, (3, 1))
+    more = {"async-4": ["mode=async", "rollout.max_staleness=4"], "sync": ["mode=sync"]}
+    asked = _comparison(arms=more, seeds=[3, 1])
     joined = asked.continuing(_comparison())
     assert (list(joined.arms), joined.seeds) == (["sync", "async-1", "async-4"], [1, 2, 3])
     assert joined.continuing(joined) == joined
@@ -171,7 +177,7 @@ def test_comparison_is_written_read_and_continued(tmp_path: Path) -> None:
     ("changed", "line"),
     [
         ({"experiment": "cpu-sync"}, "experiment: must be 'cpu-async' as when comparison study was started"),
-        ({"overrides": ()}, "overrides: must be ['training.steps=10'] as when comparison study was started, got []"),
+        ({"overrides": []}, "overrides: must be ['training.steps=10'] as when comparison study was started, got []"),
         ({"arms": {"sync": []}}, "arms.sync: must be ['mode=sync'] as when comparison study was started, got []"),
     ],
 )
@@ -184,9 +190,111 @@ def test_what_was_decided_stays(changed: dict[str, Any], line: str) -> None:
 
 @pytest.mark.parametrize("text", ['{"experiment": "cpu-as', '{"experiment": "cpu-async"}', "[]"])
 def test_damaged_plan_is_one_line(tmp_path: Path, text: str) -> None:
-    folder = tmp_path / "study"
-    folder.mkdir()
-    (folder / "plan.json").write_text(text)
+    (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match=r"^comparison: .*plan\.json is damaged") as caught:
-        read_comparison(folder)
+        read_comparison(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+class Runs:
+    """In place of `areal_core.run.launcher.execute`: leaves what a run leaves, or fails."""
+
+    def __init__(self, trials: list[Trial], failing: Mapping[str, ArealError] | None = None) -> None:
+        self._made_up = {trial.run_id: made_up(trial).summary for trial in trials}
+        self._failing = failing or {}
+        self.calls: list[tuple[str, Mapping[str, str]]] = []
+
+    def __call__(self, config: RunConfig, *, run_id: str, tags: Mapping[str, str], **options: Any) -> RunSummary:
+        self.calls.append((run_id, tags))
+        run = RunDir.create(config, RunInfo(run_id=run_id, model_path="m", checkpoint_url="c"))
+        with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
+            outbox.log([MetricRow(key="reward/mean", step=step, value=0.1 * step, time_s=1.0) for step in (2, 1)])
+        if error := self._failing.get(run_id):
+            raise error
+        summary = self._made_up[run_id]
+        assert summary is not None
+        write_json(run.summary, dataclasses.asdict(summary))
+        return read_summary(run)
+
+
+def _trials(state: Path) -> list[Trial]:
+    return plan_trials("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"])
+
+
+def test_result_is_what_the_run_left(tmp_path: Path) -> None:
+    trials = _trials(tmp_path)
+    runs = Runs(trials)
+    result = run_trial(trials[0], tags={"comparison": "t"}, log=print, execute=runs)
+    assert runs.calls == [("t.sync.s1", {"arm": "sync", "comparison": "t"})]
+    assert result.failure is None
+    assert result.summary is not None
+    assert result.summary.run_id == "t.sync.s1"
+    assert result.curves == {"reward/mean": [(1, 0.1), (2, 0.2)]}
+    assert load_result(trials[0]) == result
+
+
+def test_failed_trial_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
+    trials = _trials(tmp_path)
+    died, refused = ProcessError("trainer-0 exited\nwith code 3"), ConfigError("state_dir: can't write to it")
+    runs = Runs(trials, failing={"t.async-1.s1": died, "t.sync.s2": refused})
+    results = [run_trial(trial, log=print, execute=runs) for trial in trials]
+    assert [run_id for run_id, _ in runs.calls] == ["t.sync.s1", "t.async-1.s1", "t.async-1.s2", "t.sync.s2"]
+    failed = results[1]
+    assert failed.failure == "trainer-0 exited with code 3"
+    assert failed.summary is None
+    assert failed.curves["reward/mean"] == [(1, 0.1), (2, 0.2)]  # as far as it came
+    assert [result.summary is not None for result in results] == [True, False, True, False]
+
+
+def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
+    [made, *_] = _trials(tmp_path)
+    assert load_result(made).failure == "the run has not ended: it left no summary"
+    assert not run_folder(made.config, "t.sync.s1").root.exists()  # a look leaves nothing behind
+    run_trial(made, log=print, execute=Runs([made]))
+
+    def found(*overrides: str) -> TrialResult:
+        return load_result(plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", *overrides])[0])
+
+    other = found("stop.minutes=3")
+    assert other.failure == "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
+    assert other.summary is None
+    assert found("storage.url=/elsewhere", "tracking=off").summary is not None
+
+
+def _open(folder: Path, seeds: Sequence[int] = (1, 2), *overrides: str) -> Parent | None:
+    comparison = _comparison(seeds=seeds, overrides=[f"state_dir={folder}", *overrides])
+    comparison.write()
+    return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
+
+
+def _remembered(folder: Path) -> Path:
+    return folder / "comparisons" / "study" / "tracking.json"
+
+
+@pytest.fixture(autouse=True)
+def _sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_parent_is_opened_once_and_found_again_with_what_was_added(tmp_path: Path) -> None:
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert parent.places([]) == {"MLflow": parent.uri}  # a database has no pages
+    parent.add({"comparison/async-1.wall_time.ratio": 0.5}, 4, [_remembered(tmp_path)])
+    parent.end("KILLED")
+    assert _open(tmp_path, [1, 2, 3]) == parent
+
+    client = MlflowClient(parent.uri)
+    run = client.get_run(parent.run_id)
+    assert (run.info.run_name, run.info.status) == ("study", "RUNNING")
+    tags = {"comparison": "study", "experiment": "cpu-async", "areal.flow_run_id": "f"}
+    assert run.data.tags.items() >= (tags | {"seeds": "1, 2, 3", "arms": "sync, async-1"}).items()
+    assert [file.path for file in client.list_artifacts(parent.run_id, "report")] == ["report/tracking.json"]
+    kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
+    assert kept["seeds"] == "1, 2, 3"
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
+    assert _open(tmp_path, [1], "tracking=off") is None
+    assert not _remembered(tmp_path).exists()

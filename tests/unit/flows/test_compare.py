@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.logging import disable_run_logger
 from prefect.states import Failed
 
-from areal_core.errors import ConfigError, DivergenceError, ProcessError, StorageError, TrackingError
+from areal_core.errors import ConfigError, DivergenceError, ProcessError, StorageError
 from flows import compare, reap
 from flows.compare import _worth_another_try
 from flows.provision.reaper import Reaped
@@ -20,7 +20,6 @@ from flows.provision.reaper import Reaped
     ("error", "again"),
     [
         (ProcessError("trainer-0 was killed"), True),
-        (TrackingError("gone"), True),  # MLflow may be back by then
         (DivergenceError("loss nan"), False),
         (ConfigError("seed: no"), False),
         (KeyError("a bug"), False),

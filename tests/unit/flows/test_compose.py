@@ -1,12 +1,19 @@
-"""Every experiment composes; everything that can be wrong with overrides or benchmarks is one line that names it."""
+"""Every experiment composes; everything that can be wrong with overrides or benchmarks is one line that names it; the
+form of the flow's parameters as Prefect shows it, what they mean, and what flow runs are called."""
+
+from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+from prefect.utilities.callables import parameter_schema
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
-from flows.compose import benchmark_configs, compose, experiments
+from flows.areal import areal
+from flows.compose import benchmark_configs, compose, configure, experiments
+from flows.shared import run_title
 
 FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]  # what only the user can know
 WITH_FILES = [name for name in experiments() if name.startswith(("gpu-", "paper-"))]
@@ -16,14 +23,6 @@ WITH_FILES = [name for name in experiments() if name.startswith(("gpu-", "paper-
 def test_every_experiment_composes_under_its_own_name(experiment: str) -> None:
     config = compose(experiment, FILES if experiment in WITH_FILES else [])
     assert config.label in (experiment, f"{experiment}-{config.mode}")
-
-
-@pytest.mark.parametrize("missing", FILES)
-def test_paper_experiment_asks_for_the_files_it_needs(missing: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose("paper-7b-math", [given for given in FILES if given != missing])
-    name = missing.partition("=")[0]
-    assert str(caught.value) == f"{name}: must be given, as {name}=VALUE"
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -67,8 +66,6 @@ def test_default_experiment_is_the_schema_itself() -> None:
         ("model=folder", "model.path: must be given", "model.path=VALUE"),
         ("launch=3", "launch: expected a group of fields", "3"),
         ("~training.steps", "overrides: '~training.steps' must be of the form", ""),
-        ("+training.extra=1", "overrides: '+training.extra=1' must be of the form", ""),
-        ("training.steps", "overrides: 'training.steps' is not of the form", ""),
         ("training.steps=[1", "overrides: 'training.steps=[1' is not of the form", ""),
         ("name=${nowhere}", "overrides:", "nowhere"),
         ("", "overrides: '' is not of the form", ""),
@@ -88,12 +85,8 @@ def test_each_benchmark_is_a_task_and_its_held_out_prompts():
     configs = benchmark_configs("m.gguf", ["needle", "rows=it's.jsonl"], samples=4, seed=7)
     assert list(configs) == ["needle", "rows"]
     needle, rows = configs.values()
-    assert (needle.task.dataset, needle.model.path, needle.evaluation.samples, needle.seed) == (
-        "needle_haystack",
-        "m.gguf",
-        4,
-        7,
-    )
+    assert (needle.task.dataset, needle.model.path) == ("needle_haystack", "m.gguf")
+    assert (needle.evaluation.samples, needle.seed) == (4, 7)
     assert (rows.task.name, rows.task.path, rows.task.held_out_path) == ("rows", None, "it's.jsonl")
     assert all(config.mode == "sync" and config.generation_servers == 2 for config in configs.values())
 
@@ -101,24 +94,53 @@ def test_each_benchmark_is_a_task_and_its_held_out_prompts():
 def test_the_name_of_a_run_is_its_final_model(tmp_path):
     final = tmp_path / "runs" / "first" / "final"
     final.mkdir(parents=True)
-    [config] = benchmark_configs("first", ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert config.model.path == str(final)
-    [other] = benchmark_configs("second", ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert other.model.path == "second"
-    [long] = benchmark_configs("x" * 300, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
-    assert long.model.path == "x" * 300
+    for model, path in (("first", str(final)), ("second", "second"), ("x" * 300, "x" * 300)):
+        [config] = benchmark_configs(model, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
+        assert config.model.path == path
 
 
 @pytest.mark.parametrize(
-    ("benchmarks", "options", "told"),
+    ("benchmarks", "told"),
     [
-        ([], {}, r"benchmarks: must name one at least"),
-        (["needle", "needle"], {}, r"benchmarks: needle is there twice"),
-        (["needles"], {}, r"task: 'needles' .*did you mean needle\?|task: .*needle"),
-        (["needle"], {"samples": 0}, r"evaluation\.samples: must be at least 1, got 0"),
-        (["needle"], {"overrides": ["task.chat.on=true"]}, r"task\.chat\.on: no such field"),
+        ([], r"benchmarks: must name one at least"),
+        (["needle", "needle"], r"benchmarks: needle is there twice"),
+        (["needles"], r"task: 'needles' .*did you mean needle\?|task: .*needle"),
     ],
 )
-def test_what_is_wrong_is_named(benchmarks, options, told):
+def test_what_is_wrong_is_named(benchmarks, told):
     with pytest.raises(ConfigError, match=f"^({told})"):
-        benchmark_configs("m", benchmarks, **options)
+        benchmark_configs("m", benchmarks)
+
+
+def test_form_offers_choices_and_bounds_and_explains_every_field() -> None:
+    schema = parameter_schema(areal)
+    form = schema.model_dump()["properties"]
+
+    def field(name: str) -> dict[str, Any]:
+        return next(choice for choice in form[name]["anyOf"] if choice["type"] != "null")
+
+    assert (form["experiment"]["enum"], form["experiment"]["default"]) == (experiments(), "cpu-async")
+    assert field("mode")["enum"] == ["async", "sync"]
+    assert field("provision")["enum"] == ["local", "static", "aws"]
+    assert (field("seed")["minimum"], field("steps")["minimum"]) == (0, 1)
+    assert (field("stop_at_score")["minimum"], field("stop_at_score")["maximum"]) == (0.0, 1.0)
+    assert field("stop_after_minutes")["exclusiveMinimum"] == 0.0
+    assert all(each["description"] for each in form.values())
+    assert not schema.required
+
+
+def test_parameters_reach_their_fields_and_win_over_overrides() -> None:
+    overrides = ["model.layers=2", "training.steps=9", "mode=async"]
+    limits = {"stop_at_score": 0.5, "stop_after_minutes": 2}
+    config = configure("cpu-sync", seed=7, steps=3, mode="sync", overrides=overrides, **limits)
+    assert (config.name, config.mode, config.seed, config.training.steps) == ("cpu", "sync", 7, 3)
+    assert (config.stop.score, config.stop.minutes, config.model.layers) == (0.5, 2.0, 2)
+    with pytest.raises(ConfigError, match=r"^training\.steps: must be at least 1, got 0$"):
+        configure(steps=0)
+
+
+def test_flow_run_is_named_after_what_was_chosen() -> None:
+    chosen = {"experiment": "cpu-async", "mode": "sync", "seed": 0, "steps": None, "overrides": ["training.steps=2"]}
+    assert run_title(chosen) == "cpu-async: mode sync, seed 0, training.steps=2"
+    compared = {"experiment": "cpu-async", "arms": {"sync": ["mode=sync"], "async": []}, "seeds": [1, 2], "name": None}
+    assert run_title(compared) == "cpu-async: arms sync async, seeds 1 2"

@@ -1,4 +1,5 @@
-"""Nodes under a lease, with everything that they live on in memory: what is done, what is put right, what is told."""
+"""The lease of the nodes of a run: who gets it, who has lost it, and what stands in the store; and nodes under a lease,
+with everything that they live on in memory: what is done, what is put right, what is told."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from areal_core.errors import ProvisionError
+from areal_core.errors import ProvisionError, StorageError
 from areal_core.run.command import run_command
 from areal_core.storage.lease import LeaseLostError
+from areal_core.storage.objects import Storage
 from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import Claimant, HeldError
+from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Lease, Leases, name_of
 from flows.provision.nodes import Found
 from flows.provision.reaper import Reaped
 from flows.provision.terraform import Plan
@@ -133,19 +135,6 @@ def test_failure_that_passes_is_tried_again(world: World, kind: str, places: tup
     assert world.there == {}
 
 
-@pytest.mark.parametrize("place", ["terraform create", "terraform store"])
-def test_lasting_failure_is_told_and_put_right_by_the_next_process(world: World, place: str) -> None:
-    with world.nodes("a") as nodes:
-        strikes(world, "quota", place)
-        with pytest.raises(ProvisionError, match="VcpuLimitExceeded"):
-            nodes.make()
-        assert len(world.there) == (0 if place == "terraform create" else len(WANTED))
-    world.pass_a_lease()
-    with world.nodes("b") as nodes:
-        nodes.make()
-    assert len(world.there) == len(WANTED)
-
-
 def test_lock_of_somebody_who_came_later_is_not_removed(world: World) -> None:
     with world.nodes("a") as nodes:
         world.objects[LOCK] = locked_by("somebody", world.now - 1000.0, "old")
@@ -169,7 +158,10 @@ def test_nodes_that_are_handed_over_are_ended_and_forgotten_by_the_next_reaper(
     with world.nodes("a", prices={"generation": 3600.0, "trainer": 3600.0}) as nodes:
         nodes.make()
         world.pass_(10.0)
-        nodes.hand_over()
+        for _ in range(2):  # again is fine
+            nodes.hand_over()
+        with pytest.raises(LeaseLostError, match=f"^run {RUN}: its nodes were handed over, to be ended by the reaper$"):
+            nodes.make()
     seen: list[Any] = []
     reaper = world.reaper("r")
     monkeypatch.setattr(reaper, "_forget", lambda run: seen.append((run, world.lease()["by"], dict(world.there))))  # type: ignore[index]
@@ -228,15 +220,6 @@ def test_nodes_are_handed_over_whatever_the_flow_is_at(
     assert at > 10
 
 
-def test_nodes_that_were_handed_over_are_touched_no_more(world: World) -> None:
-    with world.nodes("a") as nodes:
-        nodes.make()
-        for _ in range(2):  # again is fine
-            nodes.hand_over()
-        with pytest.raises(LeaseLostError, match=f"^run {RUN}: its nodes were handed over, to be ended by the reaper$"):
-            nodes.make()
-
-
 def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,19 +261,11 @@ def test_what_the_cloud_still_lists_is_looked_for_again(world: World, monkeypatc
     assert ended_by_the_reaper(world).ended == "1 aws_iam_role"
 
 
-def test_cost_is_unknown_where_no_node_was_ever_seen(world: World) -> None:
-    claimant = Claimant(owner="o", by="flow", where="w")
-    world.leases("a").acquire(RUN, claimant, LENGTH_S, request=None)  # and its flow dies
-    world.pass_a_lease()
-    reaped = ended_by_the_reaper(world)
-    assert (reaped.ended, reaped.cost) == ("nothing was left", "-")
-
-
 @pytest.mark.parametrize("changes", [{"held_until": 1e300}, {"request": {"run": RUN, "foundation": "bucket"}}])
 def test_a_lease_that_can_t_be_read_blocks_nobody(world: World, changes: dict[str, Any]) -> None:
     made(world)
     world.objects[LEASE] = json.dumps((world.lease() or {}) | changes).encode(), world.objects[LEASE][1]
-    ended_by_the_reaper(world)
+    assert ended_by_the_reaper(world).ended == ALL
 
 
 def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,3 +367,156 @@ def test_reaping_by_hand(
     assert f"run {RUN}: {ALL} ended" in capsys.readouterr().out
     reap_command.reap(tmp_path)
     assert capsys.readouterr().out == "Nothing to reap.\n"
+
+
+class Time:
+    """Two clocks of one machine, which are set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+        self.clock = Clock(wall=lambda: self.now, passed=lambda: self.now, sleep=self.pass_)
+        self.meanwhile: list[Any] = []
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def leases(tmp_path: Path, time: Time) -> Leases:
+    return Leases(Storage.open(str(tmp_path)), margin_s=MARGIN_S, clock=time.clock)
+
+
+def acquire(leases: Leases, where: str = "a", by: By = "flow", **options: Any) -> Held:
+    options = {"request": REQUEST, **options}
+    return leases.acquire(RUN, Claimant(owner=f"{where}@example.org", by=by, where=where), LENGTH_S, **options)
+
+
+def read(leases: Leases) -> Lease:
+    lease = leases.read(RUN)
+    assert lease is not None
+    return lease
+
+
+def test_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time: Time) -> None:
+    held = acquire(leases)
+    assert held.fresh
+    lease = read(leases)
+    assert lease == held.lease
+    assert (lease.run, lease.owner, lease.by, lease.root) == (RUN, "a@example.org", "flow", "run")
+    assert lease.request == REQUEST
+    assert (lease.taken_at, lease.held_until, lease.expires_at) == (time.now, time.now + LENGTH_S, time.now + LENGTH_S)
+    assert leases.live() == [RUN]
+    refused = rf"^run {RUN}: a flow of a@example\.org is at its nodes, on a, until 2001-09-09T01:51:40Z if not for lo"
+    with pytest.raises(HeldError, match=refused):
+        acquire(leases, "b")
+
+
+def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
+    first = acquire(leases)
+    first.note({"nodes": {"i-1": ["trainer", 1.0, 2.0]}})
+    first.renew()
+    second = acquire(leases)
+    assert second.lease.spent == {"nodes": {"i-1": ("trainer", 1.0, 2.0)}}
+    with pytest.raises(LeaseLostError):
+        first.renew()
+    with pytest.raises(HeldError):  # a command is not the flow's next process
+        acquire(leases, by="command")
+
+
+def test_dead_holder_is_waited_for_and_a_living_one_is_not(leases: Leases, time: Time) -> None:
+    began = time.now
+    acquire(leases)
+    second = acquire(leases, "b", patience_s=LENGTH_S + MARGIN_S + 2.0)
+    assert LENGTH_S + MARGIN_S < time.now - began <= LENGTH_S + MARGIN_S + 2.0
+    began, time.meanwhile = time.now, [lambda: None, second.renew]
+    with pytest.raises(HeldError):
+        acquire(leases, "c", patience_s=1e6)
+    assert time.now - began < LENGTH_S
+
+
+def test_one_that_was_given_back_is_anybody_s(leases: Leases, tmp_path: Path) -> None:
+    first = acquire(leases)
+    first.release()
+    assert (tmp_path / name_of(RUN)).read_bytes() == b""
+    assert (leases.read(RUN), leases.live(), leases.known()) == (None, [], [RUN])
+    second = acquire(leases, "b")
+    assert second.fresh
+    with pytest.raises(LeaseLostError, match=r"was given back$"):
+        first.renew()
+    second.renew()
+
+
+def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, time: Time) -> None:
+    first = acquire(leases)
+    with pytest.raises(HeldError, match=rf"^run {RUN}: a@example\.org has its nodes until "):
+        acquire(leases, "reaper", by="reaper", request=None)
+    time.now += LENGTH_S + MARGIN_S + 0.1
+    reaper = acquire(leases, "reaper", by="reaper", request=None)
+    assert (reaper.lease.owner, reaper.lease.request) == ("a@example.org", REQUEST)
+    with pytest.raises(HeldError):
+        acquire(leases, "other", by="reaper", request=None)
+    with pytest.raises(LeaseLostError, match=r"is lost to a reaper on reaper$"):
+        first.renew()
+    time.meanwhile = [reaper.renew, reaper.release]
+    acquire(leases, patience_s=LENGTH_S)  # which a reaper that lives gives back soon
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"run": "another"},
+        {"held_until": 1e300},
+        {"request": "everything"},
+        {"spent": {"nodes": 7}},
+        b'{"run": "\xff"}',
+        b'{"request": ' + 100_000 * b'{"a": ',
+    ],
+    ids=lambda said: repr(said)[:40],
+)
+def test_object_that_is_no_lease_counts_as_over(
+    leases: Leases, tmp_path: Path, caplog: pytest.LogCaptureFixture, said: bytes | dict[str, Any]
+) -> None:
+    first, file = acquire(leases), tmp_path / name_of(RUN)
+    file.write_bytes(said if isinstance(said, bytes) else json.dumps(json.loads(file.read_text()) | said).encode())
+    assert (read(leases).request, read(leases).expires_at, leases.is_over(read(leases))) == (None, 0.0, True)
+    assert f"{file} must be a lease, and counts as over: " in caplog.records[0].getMessage()
+    assert leases.live() == [RUN]
+    reaper = acquire(leases, "reaper", by="reaper", request=None)
+    assert reaper.lease.request is None
+    with pytest.raises(LeaseLostError):
+        first.renew()
+
+
+def test_a_write_whose_answer_was_lost_is_one_s_own(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, put = acquire(leases), leases.storage.put_over
+
+    def unanswered(name: str, data: bytes, mark: str | None) -> str:
+        put(name, data, mark)
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(leases.storage, "put_over", unanswered)
+    with pytest.raises(StorageError):
+        held.put_down()
+    assert held.remaining_s() < 0.0  # it may be anybody's
+    monkeypatch.undo()
+    held.renew()
+    assert held.remaining_s() == LENGTH_S
+
+
+def test_it_is_renewed_by_itself_until_it_is_lost(tmp_path: Path) -> None:
+    leases = Leases(Storage.open(str(tmp_path)), margin_s=0.0)
+    renewed, lost = threading.Event(), threading.Event()
+    held = leases.acquire(RUN, Claimant(owner="a", by="flow", where="a"), 0.3, request={})
+    held.on_renewed, held.on_lost = renewed.set, lambda reason: lost.set()
+    with held:
+        assert renewed.wait(30.0)
+        leases.acquire(RUN, Claimant(owner="a", by="flow", where="a"), 0.3, request={})  # the same place
+        assert lost.wait(30.0)
+    assert held.lost == f"run {RUN}: the lease of its nodes is lost to a flow on a"

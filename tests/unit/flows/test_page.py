@@ -107,6 +107,5 @@ def test_every_kind_has_an_automation_and_each_acts() -> None:
     assert {automation.name for automation in known} == {f"areal: {kind}" for kind in kinds}
     for automation in known:
         assert automation.enabled
-        assert automation.description
         assert automation.actions
         assert automation.trigger.model_dump()["expect"] == {automation.name.replace("areal: ", "areal.alert.")}

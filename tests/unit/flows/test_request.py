@@ -98,9 +98,7 @@ def test_what_only_control_or_a_file_can_tell_is_named() -> None:
         (("provision.trainer.max_price=3",), r"^provision\.trainer\.max_price: is for spot nodes"),
         (("provision.trainer.count=0",), r"^provision\.trainer\.count: must be at least 1"),
         (("provision.budget=100",), r"^provision\.generation\.price: must be given where there is a budget"),
-        (("provision.secrets='A'",), r"^provision\.secrets: must be pairs NAME=value"),
         (("provision.environment='A-B=1'",), r"^provision\.environment: 'A-B' is not the name of an environment"),
-        (("provision.generation.gpu=h300",), r"^provision\.generation\.gpu: must be one of none, t4"),
     ],
 )
 def test_what_is_wrong_is_named(more: tuple[str, ...], line: str) -> None:

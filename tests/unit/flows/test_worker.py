@@ -10,11 +10,9 @@ import sys
 from uuid import UUID, uuid4
 
 import anyio
-import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
-from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from flows.stack import ROOT
 from flows.worker import Worker
@@ -61,22 +59,6 @@ def test_a_server_that_is_named_and_does_not_listen_is_reported_by_its_variable(
     assert ran.returncode == 1
     said = r"PREFECT_API_URL: no Prefect server responds at http://127\.0\.0\.1:9/api/ within 5 s; .* unset it .*\n"
     assert re.fullmatch(said, ran.stderr)
-
-
-@pytest.mark.parametrize(
-    ("asked", "own", "found"),
-    [("/mine:/lib", "/up", "/mine:/lib:/up"), ("/a", "/a", "/a"), (None, "/up", "/up"), ("/mine", None, "/mine")],
-)
-def test_a_flow_run_finds_the_modules_of_its_command_then_those_of_the_worker(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, own: str | None, found: str
-) -> None:
-    async def run(_self: object, _run: object, configuration: ProcessJobConfiguration, _status: object) -> str | None:
-        return configuration.env["PYTHONPATH"]
-
-    monkeypatch.setattr(ProcessWorker, "run", run)
-    monkeypatch.setenv("PYTHONPATH", own or "")
-    configuration = ProcessJobConfiguration(env={"PYTHONPATH": asked} if asked else {})
-    assert asyncio.run(_Counting().run(FlowRun(flow_id=uuid4()), configuration)) == found
 
 
 _SCRIPT = """

@@ -86,11 +86,11 @@ def test_states(config: RunConfig) -> None:
     assert found == running | {"finished": "finished"} | dict.fromkeys(stopped, "stopped")
 
 
-@pytest.mark.parametrize("absent", [False, True])
-def test_deleted_run_is_gone_but_for_its_lease(config: RunConfig, absent: bool) -> None:
+@pytest.mark.parametrize("absent", ["nothing", "folder", "objects"])
+def test_deleted_run_is_gone_but_for_its_lease(config: RunConfig, absent: str) -> None:
     store, other = made(config), made(config, "other")
-    if absent:
-        shutil.rmtree(run_folder(config, "first").root)
+    if absent != "nothing":
+        shutil.rmtree(run_folder(config, "first").root if absent == "folder" else store.url)
     delete(held(config)["first"], config, print)
     assert objects(store) == []
     assert list(held(config)) == ["other"]
@@ -98,14 +98,6 @@ def test_deleted_run_is_gone_but_for_its_lease(config: RunConfig, absent: bool) 
     assert checkpoint.newest(other) is not None
     made(config)  # under the same name: its launchers have higher numbers
     assert NAME in store.list()
-
-
-def test_run_without_objects_is_deleted_without_its_store(config: RunConfig, tmp_path: Path) -> None:
-    made(config)
-    shutil.rmtree(tmp_path / "store")
-    delete(held(config)["first"], config, print)
-    assert held(config) == {}
-    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("action", [delete, free_leftovers])

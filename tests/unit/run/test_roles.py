@@ -24,19 +24,8 @@ def folder(settings: RunConfig) -> RunDir:
     return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r"))
 
 
-def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
-    launch = {"remote_roles": "both", "address": "127.0.0.1", "devices": 8} | launch
-    settings = config(root, launch=launch, training={"ranks": 4, "hosts": 2, "minibatches": 1})
-    return folder(settings), settings
-
-
 def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
-
-
-def options(argv: list[str], wanted: dict[str, Any]) -> dict[str, str]:
-    """Those of the `wanted` names."""
-    return {name: option(argv, name) for name in wanted}
 
 
 def test_roles_of_a_run(tmp_path: Path) -> None:
@@ -69,7 +58,7 @@ def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python:
     assert server[:3] == [sys.executable, "-m", "areal_core.generation.vllm.server"]
     wanted = {"--python": found, "--model": "/models/base", "--slots": "37", "--dtype": "float16"}
     wanted |= {"--tensor-parallel": "2", "--kv-cache-gib": "3", "--log-file": str(run.log_file("vllm", 0))}
-    assert options(server, wanted) == wanted
+    assert {name: option(server, name) for name in wanted} == wanted
     assert "--arguments=--seed 4" in server
     assert "--sleep" not in server
     sleeping = config(tmp_path, mode="sync", generation={**generation, "sleep": True})
@@ -84,7 +73,6 @@ def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python:
         pytest.param(
             {"launch": {"devices": 6}, "training": {"minibatches": 1}}, 6, 6, {3, 5, 6, 7}, 10, id="more than cores"
         ),
-        pytest.param({"training": {"ranks": 1}}, 2, 1, {3, 5}, 10, id="one rank"),
         pytest.param({"rollout": {"batch_size": 64}}, 2, 1, {3, 5}, 10, id="a rank at least"),
         pytest.param({"mode": "sync"}, 2, 2, {3, 5}, 0, id="sync: in turns"),
         pytest.param({"launch": {"devices": 4}} | EMULATED, 3, 1, None, 0, id="emulated devices are no cores"),
@@ -131,17 +119,20 @@ def test_servers_of_another_machine_have_its_address_and_numbers_and_gpus_of_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    run, config = prepared(tmp_path, accelerator="cuda")
-    spec = generation(run, config, address="10.0.0.2", first=2, count=2)
+    launch = {"remote_roles": "both", "address": "127.0.0.1", "devices": 8, "accelerator": "cuda"}
+    training = {"ranks": 4, "hosts": 2, "minibatches": 1}
+    settings = config(tmp_path, launch=launch, training=training)
+    run = folder(settings)
+    spec = generation(run, settings, address="10.0.0.2", first=2, count=2)
     assert list(spec.indices) == [2, 3]
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
     assert spec.cpus is None
     assert [spec.env(index)["CUDA_VISIBLE_DEVICES"] for index in spec.indices] == ["4", "5"]
-    assert option(role_specs(run, config, [0, 1])["generation"].argv(0), "--host") == "127.0.0.1"
-    assert training_node(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
-    run, config = prepared(tmp_path, accelerator="cuda", remote_roles="trainer")
+    assert option(role_specs(run, settings, [0, 1])["generation"].argv(0), "--host") == "127.0.0.1"
+    assert training_node(run, settings, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    settings = config(tmp_path, launch=launch | {"remote_roles": "trainer"}, training=training)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
-    specs = role_specs(run, config, [0])
+    specs = role_specs(run, settings, [0])
     assert specs["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "1"
     assert specs["node"].env(0)["CUDA_VISIBLE_DEVICES"] == "4,5"  # after four servers

@@ -1,29 +1,37 @@
-"""A copy of a run's folder: made of what the head node serves, followed, and given back."""
+"""Shares of a run and the workers that have them; a copy of its folder: made of what the head node serves, followed,
+and given back; and the stager, which brings all servers of a machine one copy of each version."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from areal_core.api import head as head_module
 from areal_core.api.head import Head
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat
 from areal_core.launch.supervisor import StopSignal
 from areal_core.run.remote import copied as module
+from areal_core.run.remote import stager as stager_module
 from areal_core.run.remote.copied import CopiedFolder, Place
-from areal_core.run.remote.share import Share
+from areal_core.run.remote.share import GONE_S, Nodes, Said, Share, TakenError, owned
+from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
-from areal_core.storage.rundir import write_json
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from tests.support.processes import wait_for
 from tests.support.remote import PATIENCE_S, HeadNode
 
@@ -246,19 +254,18 @@ WRONG: dict[str, Any] = {"run_id": "../../etc", "ended": None, "config": {}, "in
 
 
 @pytest.mark.parametrize(
-    ("status", "about", "line"),
+    ("about", "line"),
     [
-        (404, {}, r"GET /run is answered with 404$"),
-        (200, {}, r"GET /run is answered with 200$"),
-        (200, WRONG, r"^--head: a run or a file of its model has a name that is none"),
-        (200, WRONG | {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
+        ({}, r"GET /run is answered with 200$"),
+        (WRONG, r"^--head: a run or a file of its model has a name that is none"),
+        (WRONG | {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
     ],
 )
 def test_answers_of_other_servers_are_refused(
-    node: Callable[..., Node], serve: Any, status: int, about: dict[str, Any], line: str
+    node: Callable[..., Node], serve: Any, about: dict[str, Any], line: str
 ) -> None:
     async def answer(_: web.Request) -> web.Response:
-        return web.json_response(about, status=status)
+        return web.json_response(about)
 
     def make() -> web.Application:
         app = web.Application()
@@ -267,3 +274,184 @@ def test_answers_of_other_servers_are_refused(
 
     with pytest.raises(ConfigError, match=line):
         node(Head(serve(make), "t")).copy.find(1.0, StopSignal())
+
+
+@pytest.fixture
+def copy(head_node: HeadNode, tmp_path: Path) -> RunDir:
+    """The copy of the run's folder on another machine."""
+    config = dataclasses.replace(head_node.config, state_dir=str(tmp_path / "node"))
+    return RunDir.create(config, RunInfo(run_id="r", model_path=str(head_node.model), checkpoint_url="/store/r"))
+
+
+class Fetching:
+    """Stands in for a download: counts, and holds each until `go_on` is set."""
+
+    def __init__(self, versions: Path) -> None:
+        self.asked: list[str] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.damaged = False
+        self._versions = versions
+
+    def __call__(self, source: Head, path: str, file: Path, digest: str, **_: Any) -> None:
+        number = path.removeprefix("/versions/").partition("?")[0]
+        self.asked.append(number)
+        file.write_bytes(weights.weights_file(weights.version_folder(self._versions, int(number))).read_bytes())
+        self.go_on.wait()
+        if self.damaged:
+            raise StorageError(f"{path} is damaged")
+
+
+@pytest.fixture
+def fetching(head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> Fetching:
+    made = Fetching(head_node.run.weights)
+    monkeypatch.setattr(stager_module, "fetch", made)
+    return made
+
+
+@pytest.fixture
+def stager(copy: RunDir, fetching: Fetching) -> Iterator[Stager]:
+    yield Stager(copy, Head("http://10.0.0.1:1", "token"), "127.0.0.1", kept=2)
+    fetching.go_on.set()
+
+
+def held(copy: RunDir) -> list[str]:
+    return sorted(str(path.relative_to(copy.weights)) for path in copy.weights.rglob("*") if path.is_file())
+
+
+async def test_servers_that_ask_at_once_wait_for_one_download_though_one_gives_up(
+    stager: Stager, fetching: Fetching, head_node: HeadNode, copy: RunDir
+) -> None:
+    made = head_node.publish(3)
+    fetching.go_on.clear()
+    gives_up, *asking = (asyncio.ensure_future(stager.staged(made)) for _ in range(8))
+    while not fetching.asked:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert held(copy) == [f".v3.{made.digest[:16]}"]  # not there before it is whole
+    gives_up.cancel()
+    fetching.go_on.set()
+    found = await asyncio.gather(*asking)
+    assert fetching.asked == ["3"]
+    [here] = set(found)
+    assert here == weights.read_manifest(weights.version_folder(copy.weights, 3))
+    assert (here.version, here.digest) == (3, made.digest)
+    assert here.path != made.path
+    assert weights.is_whole(here)
+    assert await stager.staged(made) == here
+    assert fetching.asked == ["3"]
+
+
+async def test_those_that_were_asked_for_last_stay(stager: Stager, head_node: HeadNode, copy: RunDir) -> None:
+    made = [head_node.publish(number) for number in range(1, 4)]
+    for version in (*made[:2], made[0], made[2]):
+        await stager.staged(version)
+    assert held(copy) == [f"v00000{n}/{name}" for n in (1, 3) for name in ("manifest.json", "model.safetensors")]
+
+
+async def test_the_base_model_is_the_machines_own(stager: Stager, fetching: Fetching, head_node: HeadNode) -> None:
+    base = weights.base_version(str(head_node.model))
+    elsewhere = dataclasses.replace(base, path="/elsewhere")
+    assert await stager.staged(elsewhere) == base
+    with pytest.raises(StorageError, match=r"^version 0: .* has digest .*, not 0{64}$"):
+        await stager.staged(dataclasses.replace(base, digest="0" * 64))
+    assert not fetching.asked
+
+
+async def test_damaged_weights_leave_nothing(
+    stager: Stager, fetching: Fetching, head_node: HeadNode, copy: RunDir
+) -> None:
+    made = head_node.publish(3)
+    fetching.damaged = True
+    with pytest.raises(StorageError, match="is damaged"):
+        await stager.staged(made)
+    assert held(copy) == []
+    fetching.damaged = False
+    assert weights.is_whole(await stager.staged(made))
+
+
+def config(**generation: Any) -> RunConfig:
+    launch, training = {"remote_roles": "both", "devices": 8}, {"ranks": 4, "hosts": 2, "minibatches": 1}
+    return load({"launch": launch, "generation": {"servers": 3, **generation}, "training": training})
+
+
+@pytest.mark.parametrize(
+    ("settings", "share", "processes", "files"),
+    [
+        pytest.param(
+            config(),
+            Share(role="generation", first=1, count=2),
+            {"generation-1", "generation-2"},
+            {"logs/generation-1", "logs/generation-2", "logs/host-generation-1", "timeline/generation-1",
+             "timeline/generation-2"},
+            id="servers",
+        ),
+        pytest.param(  # whose timelines the controller writes
+            config(engine="vllm", slots=64),
+            Share(role="generation", first=2, count=1),
+            {"generation-2"},
+            {"logs/generation-2", "logs/vllm-2", "logs/host-generation-2"},
+            id="servers of vLLM",
+        ),
+        pytest.param(
+            load({"launch": {"remote_roles": "trainer", "head_trains": False}, "training": {"ranks": 1}}),
+            Share(role="trainer", first=0),
+            {"trainer-0"},
+            {"logs/node-0", "logs/host-trainer-0", "timeline/trainer-0", "timeline/publisher-0"},
+            id="rank 0 on another machine",
+        ),
+        pytest.param(  # their places come after those of the controller's machine, and one process has all of them
+            load({"rollout": {"reward_workers": 3}}),
+            Share(role="rewards", first=2, count=2),
+            {"rewards-5"},
+            {"logs/rewards-5", "logs/host-rewards-2", "timeline/rewards-5", "timeline/rewards-6"},
+            id="reward workers",
+        ),
+    ],
+)  # fmt: skip
+def test_processes_and_files_of_a_share(
+    settings: RunConfig, share: Share, processes: set[str], files: set[str]
+) -> None:
+    its = owned(settings, share.settled(settings))
+    assert its.processes == processes
+    assert {f"{folder}/{name.rpartition('.')[0]}" for folder, name in its.files} == files
+
+
+@pytest.mark.parametrize(
+    ("share", "line"),
+    [
+        (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
+        (Share(role="trainer"), r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, g"),
+        (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
+        (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
+    ],
+)
+def test_what_is_no_share_of_the_run(share: Share, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        share.settled(config())
+
+
+# -- the workers that have them ----------------------------------------------------------------------------------------
+
+
+def said(first: int = 0, count: int = 1, role: str = "generation", **fields: Any) -> Said:
+    values = {"role": role, "first": first, "count": count, "address": "10.0.0.2"} | fields
+    return msgspec.convert(values, Said)
+
+
+def test_a_share_is_one_workers_until_it_is_silent_for_too_long(head_node: HeadNode) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    nodes = Nodes(head_node.run, head_node.config, lambda: clock.now)
+    nodes.hear("a", said(0, 2))
+    with pytest.raises(TakenError, match=r"^--head: generation 1 of run r is run by another .* at 10\.0\.0\.2$"):
+        nodes.hear("b", said(1))
+    nodes.hear("t", said(1, role="trainer"))  # another role
+    clock.now += GONE_S - 1
+    nodes.hear("a", said(0, 2))
+    clock.now += GONE_S - 1
+    with pytest.raises(TakenError):
+        nodes.hear("b", said(1))
+    clock.now += 1
+    nodes.hear("b", said(1))
+    assert nodes.owned("a") is None
+    with pytest.raises(TakenError):  # it comes back
+        nodes.hear("a", said(0, 2))

@@ -38,12 +38,10 @@ class Asked:
         self._where = urllib.parse.urlsplit(head_node.serve())
         self._known = authorization(head_node.run.token())
 
-    def __call__(
-        self, method: str, path: str, body: bytes = b"", known: dict[str, str] | None = None
-    ) -> tuple[int, bytes]:
+    def __call__(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(str(self._where.hostname), self._where.port, timeout=30)
         try:
-            connection.request(method, path, body, self._known if known is None else known)
+            connection.request(method, path, body, self._known)
             response = connection.getresponse()
             self.headers = response.headers
             return response.status, response.read()
@@ -89,7 +87,6 @@ def segment(head_node: HeadNode) -> Path:
     ("spans", "parts"),
     [
         ("0-256", SEGMENT),
-        ("0-3,250-256", SEGMENT[:3] + SEGMENT[250:]),
         ("250-256,0-3", SEGMENT[250:] + SEGMENT[:3]),
         ("256-256", b""),
         ("0-128,0-128", SEGMENT[:128] * 2),
@@ -161,7 +158,6 @@ STRANGE = (  # no file of the worker's own, or no offset
     "..%2Flogs/generation-0.log?offset=0",
     "logs/generation-0.log",
     "logs/generation-0.log?offset=x",
-    "logs/generation-0.log?offset=",
 )
 MADE = json.dumps({"version": 1, "digest": "0" * 64, "url": "http://127.0.0.1:1"}).encode()
 NO_VERSIONS = ("0", "-1", "x", "1e9", "99999999999", "9" * 5000)
@@ -200,13 +196,7 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
     ids=lambda value: str(value)[:30],
 )
 def test_bad_requests_are_refused_in_one_line(
-    ask: Asked,
-    head_node: HeadNode,
-    segment: Path,
-    path: str,
-    body: bytes | None,
-    status: int,
-    line: bytes,
+    ask: Asked, head_node: HeadNode, segment: Path, path: str, body: bytes | None, status: int, line: bytes
 ) -> None:
     (head_node.model / ".hidden").touch()
     (head_node.model / "folder").mkdir()
