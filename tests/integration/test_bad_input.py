@@ -133,29 +133,6 @@ def test_broken_models(
     assert refused(f"model.path={model}").startswith(error.format(model=model))
 
 
-# -- prompt files ------------------------------------------------------------------------------------------------------
-
-GOOD = '{"question": "1+1=", "answer": "2"}\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("{\n", "not JSON: "),
-        ('{"question": "1+2=", "answer": "(1"}\n', "task.answer_field=answer must hold an answer, or end on one"),
-        (GOOD.replace("1+1=", "What?"), "the model's tokenizer can't spell 'What?': "),
-    ],
-)
-def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line: str, error: str) -> None:
-    prompts, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    prompts.write_text(line)
-    held_out.write_text(GOOD.replace("1+1", "1+2"))
-    task = (f"model.path={model}", "task.name=rows", f"task.path={prompts}", f"task.held_out_path={held_out}")
-    told = refused(*task)
-    assert told.startswith(f"task.path: there is no prompt in {prompts}: 1 rows")
-    assert f"; line 1: {error}" in told
-
-
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import socket
-import subprocess
-import sys
 
 import aiohttp
 import numpy as np
@@ -124,12 +121,6 @@ async def test_sigterm_fails_running_requests_and_ends_with_status_0(published, 
         await asyncio.to_thread(server.process.wait, 240)  # a second signal would meet Python on its way out
 
 
-FAKE = """#!/bin/sh
-# An interpreter that says that it has vLLM.
-echo '{"vllm": "0.32.0"}'
-"""
-
-
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory):
     """Tied embeddings, and a base model that stores them twice all the same, as some do."""
@@ -210,18 +201,3 @@ async def test_a_vllm_that_is_killed_ends_its_wrapper_with_one_line(qwen2, tmp_p
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
         gone(server.process.pid)
-
-
-def test_a_port_in_use_is_one_line_that_names_it(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(FAKE)
-    python.chmod(0o755)
-    command = ["-m", "areal_core.generation.vllm.server", "--python", python, "--model", tmp_path, "--context", 64]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [sys.executable, *map(str, command), "--port", str(port)], capture_output=True, text=True, timeout=60
-        )
-    assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert f"127.0.0.1:{port}" in ended.stderr

@@ -51,7 +51,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_takes_the_same_steps(ranks: list[Any], case: str) -> None:
     """As one rank of the torch engine does, with all sequences of a minibatch at once."""
-    settings = {name: CASES[case][name] for name in ("spec", "lora", "minibatches") if name in CASES[case]}
+    settings = {
+        name: CASES[case][name] for name in ("spec", "lora", "minibatches", "temperature") if name in CASES[case]
+    }
     expected, exact = trained(RankGroup(), **settings)
     stats, weights = ranks[0][0][case]
     assert ranks[1][0][case][0] == stats

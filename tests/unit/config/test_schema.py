@@ -51,10 +51,6 @@ algorithm.behaviour_mask_low=5.0 algorithm.behaviour_mask_high=0.5
     algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5
 algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
-algorithm.objective=standard algorithm.behaviour_mask_low=0.5
-    algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox
-algorithm.objective=cispo algorithm.behaviour_cap=2.0
-    algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav
 environment.verifier=code
     rollout.reward_timeout_s: must be at least 1280 with environment.verifier=code, which may
 algorithm.overlong_cache=113

@@ -13,7 +13,7 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from areal_core.errors import ModelError
-from areal_core.models import tensorfile
+from areal_core.models import tensorfile, vectors
 from areal_core.models.tensorfile import as_float32, mapped_tensors, to_bfloat16, write_tensors
 
 TENSORS = {
@@ -63,3 +63,18 @@ def test_numbers_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
     save_torch({"w": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "t")
     with pytest.raises(ModelError, match=r"t: w must be of .*F32.*, got F8_E4M3"):
         mapped_tensors(tmp_path / "t")
+
+
+def test_the_kernel_cache_depends_on_the_intrinsics(monkeypatch):
+    """They end up inside of functions of other files, whose own text is all that numba compares."""
+
+    def twice(x):
+        return 2 * x
+
+    keys = []
+    for source in ("one", "one", "another"):
+        monkeypatch.setattr(vectors, "_SOURCE", source)
+        function = vectors.compiled("int64(int64)")(twice)
+        assert function(4) == 8
+        keys.append(function._cache._index_key(function.signatures[0], function.targetctx.codegen()))
+    assert keys[0] == keys[1] != keys[2]

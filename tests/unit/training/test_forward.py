@@ -1,7 +1,6 @@
 """The forward pass against transformers, with shared prompts, in bfloat16, and as a module."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.model import forward, operations
-from areal_core.training.model.forward import PolicyModule, completion_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import QWEN3, SPEC, weights
 
 LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
@@ -151,23 +150,3 @@ def test_the_forward_pass_stays_on_the_device(
     for name, leaf in leaves.items():
         assert leaf.grad is not None, name
         assert (leaf.grad.dtype, leaf.grad.device.type) == (dtype, "meta")
-
-
-def module_of(spec: ModelSpec, **options: Any) -> PolicyModule:
-    return PolicyModule(spec, {name: torch.nn.Parameter(tensor) for name, tensor in weights(spec).items()}, **options)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
-def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
-    tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
-    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
-    expected = completion_logprobs(spec, tensors, packed, temperature=0.7)
-    expected[0].sum().backward()
-    module = module_of(spec, temperature=0.7, checkpoint_activations=recompute)
-    logprobs, entropy = module(packed)
-    logprobs.sum().backward()
-    torch.testing.assert_close((logprobs, entropy), expected, rtol=0, atol=0)
-    for name, parameter in module.named_weights.items():
-        assert parameter.grad is not None
-        assert (parameter.grad - tensors[name].grad).norm() <= 1e-5 * tensors[name].grad.norm()
