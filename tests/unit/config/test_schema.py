@@ -57,24 +57,14 @@ algorithm.overlong_cache=113
     algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113
 algorithm.group_size=1
     algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1
-rollout.dynamic_sampling=true algorithm.group_size=1 algorithm.advantage=batch
-    algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1
-rollout.dynamic_sampling=true generation.engine=emulated training.engine=emulated
-    rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true
-algorithm.kl_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 generation.engine=emulated
     training.engine: must be emulated with generation.engine=emulated, got 'torch'
-generation.engine=emulated training.engine=emulated stop.score=0.5
-    stop.score: must be null where accelerators are emulated and nothing is learnt, got 0.5
-algorithm.entropy_coef=0.1 generation.engine=emulated training.engine=emulated
-    algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 training.ranks=2 training.hosts=2 launch.remote_roles=generation
     training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2
 launch.remote_roles=both
-    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node trains, too
+    training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first machine
 evaluation.servers=0 generation.servers=1
     evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
