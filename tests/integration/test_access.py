@@ -27,6 +27,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.routes import Routes
 from areal_core.run.remote.files import Files
+from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end, pytest.mark.cpu_seconds(40)]
@@ -128,6 +129,7 @@ def test_only_the_owner_can_read_the_token(run: Launched) -> None:
     file = run.run.token_file
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(run.run.token()) >= 40
+    assert RunDir.create(run.config, run.run.info()).token() == run.run.token()  # as a resumed run does
     for pid in run.processes():
         assert run.run.token() not in Path(f"/proc/{pid}/cmdline").read_text()
     texts = [path for path in run.run.root.rglob("*") if path.is_file() and path != file]

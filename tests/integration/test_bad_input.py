@@ -66,7 +66,6 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     [
         (["training.steps"], "training.steps: an override looks like training.steps=5"),
         (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
-        (["task.name=rows"], "task.held_out_path: task.name=rows needs a file of prompts"),
         (["training.steps=[1"], "training.steps: '[1' is not a value: "),
         (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),
         (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),

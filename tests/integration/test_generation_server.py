@@ -10,6 +10,7 @@ import signal
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -150,16 +151,6 @@ def gone(group):
     wait_for(lambda: not members(group), lambda: members(group))
 
 
-def child_of(process):
-    [child] = [pid for pid in members(process.pid) if parent(pid) == process.pid]
-    return child
-
-
-def parent(pid):
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.vllm
 async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_along(qwen2, tmp_path):
     """The wrapper is killed, so it can end nothing: the kernel tells vLLM, which ends what it has started."""
@@ -194,7 +185,8 @@ async def test_a_vllm_that_is_killed_ends_its_wrapper_with_one_line(qwen2, tmp_p
         client = GenerationClient(server.url)
         await client.identify()
         await client.close()
-        os.kill(child_of(server.process), signal.SIGKILL)
+        [child] = psutil.Process(server.process.pid).children()
+        child.kill()
         _, errors = server.process.communicate(timeout=240)
         assert server.process.returncode == 1
         assert errors == f"areal: error: vLLM ended with code -9; see {tmp_path / 'ready.log'}\n"

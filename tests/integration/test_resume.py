@@ -25,7 +25,6 @@ from areal_core.models.spec import read_arrays, read_spec
 from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
-from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows import prune_command
@@ -135,7 +134,12 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     with closing(TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)) as ledger:
         version = ledger.versions.newest()  # the folder may hold one more, that was not announced any more
     assert version is not None
-    newest, before = _damaged(config, checkpoint.OPTIMIZER)
+    newest = checkpoint.newest(_store(config))
+    assert newest is not None
+    before = checkpoint.newest(_store(config), last=newest.step - 1)
+    assert before is not None
+    optimizer = Path(config.storage.url) / "runs" / "r" / newest.folder / checkpoint.OPTIMIZER
+    optimizer.write_bytes(_flipped(optimizer.read_bytes()))
     weights = Path(version.path) / "model.safetensors"
     weights.write_bytes(_flipped(weights.read_bytes()))
     output = finished(config)
@@ -143,17 +147,6 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     assert "taken out" not in output  # no server was given it
     assert f"{newest.folder}/{checkpoint.OPTIMIZER} is damaged" in output
     assert f"resumed from the checkpoint of step {before.step}" in output
-
-
-def _damaged(config: RunConfig, file: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
-    """The newest checkpoint, of which a file, or its ledger, is damaged now, and the one before."""
-    newest = checkpoint.newest(_store(config))
-    assert newest is not None
-    before = checkpoint.newest(_store(config), last=newest.step - 1)
-    assert before is not None
-    at = Path(config.storage.url) / "runs" / "r" / newest.folder / (file or newest.ledger)
-    at.write_bytes(_flipped(at.read_bytes()))
-    return newest, before
 
 
 @pytest.mark.recovery

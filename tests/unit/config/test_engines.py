@@ -1,12 +1,19 @@
 """Engines state what they can do, and nobody asks for their names."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from areal_core.config.engines import TRAINING_ENGINES, GenerationTraits, TrainingTraits
+from areal_core.config.engines import GENERATION_ENGINES, TRAINING_ENGINES, GenerationTraits, TrainingTraits
 from areal_core.config.plugins import check_name
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.training.engines.registry import _ENGINES
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = GENERATION_ENGINES.keys() | TRAINING_ENGINES.keys()
 
 
 def sharded() -> None: ...
@@ -54,6 +61,22 @@ def test_loading_a_configuration_imports_no_engine() -> None:
 
 def test_every_registered_engine_has_capabilities() -> None:
     assert _ENGINES.keys() == TRAINING_ENGINES.keys()
+
+
+def compared(path: Path) -> Iterator[str]:
+    """Where a module compares something with the name of an engine."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare | ast.Match):
+            held = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            if held & NAMES:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_no_module_compares_names_of_engines() -> None:
+    found = [
+        place for part in ("areal_core", "flows") for file in (ROOT / part).rglob("*.py") for place in compared(file)
+    ]
+    assert not found, "ask for a capability of areal_core.config.engines"
 
 
 REGISTERED = {"one": 1, "two": 2}

@@ -19,7 +19,7 @@ from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.training import publisher as module
-from areal_core.training.background import BackgroundThread, BatchFeed
+from areal_core.training.background import BatchFeed
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.publisher import Publisher
 from areal_core.types import BatchManifest, PolicyVersion
@@ -27,19 +27,6 @@ from tests.support.runs import tiny
 from tests.support.training import batch
 
 PATIENCE_S = 20.0
-
-
-def test_a_failure_is_raised_by_every_later_call_and_nothing_more_is_done() -> None:
-    background, done = BackgroundThread("test", waiting=2), list[int]()
-
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    background.submit(fail)
-    for call in (background.drain, lambda: background.submit(lambda: done.append(1)), background.check):
-        with pytest.raises(OSError, match="the disk is full"):
-            call()
-    assert not done
 
 
 class Batches:
