@@ -1,8 +1,6 @@
 """A run whose generation is on a machine without a common folder: its services serve nobody without the token, and no
 request ends one of them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,8 +1,6 @@
 """Mistakes of a user end with one line on stderr that names what is wrong and with exit status 2, and leave nothing: no
 process, no run's folder, no MLflow run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

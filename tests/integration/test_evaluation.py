@@ -1,7 +1,5 @@
 """Evaluations with real servers: by a command, killed and resumed; and of a run's versions beside the training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,8 +1,6 @@
 """Remote workers of a run, all on one machine, each with a copy of the run's folder in a folder of its own; tests/hosts
 has them on machines of their own."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

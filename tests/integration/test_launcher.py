@@ -1,7 +1,5 @@
 """The launcher with stand-in roles: how a run starts, recovers and ends."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """One loss, one gradient and the same weights, whichever engine trains, however ranks partition the model and however a
 batch is cut. An adapter gives the same log-probabilities in every engine and in transformers with peft."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

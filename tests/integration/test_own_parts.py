@@ -1,8 +1,6 @@
 """Runs train with what users bring: the examples of docs/extending.md as they stand there, an environment by its import
 path, and a model that only vLLM and transformers can run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

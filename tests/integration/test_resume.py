@@ -2,8 +2,6 @@
 deleted. One whose processes die, whose disk is full, or whose verifier has a bug recovers, or ends in order and says
 why."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

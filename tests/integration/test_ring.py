@@ -1,7 +1,5 @@
 """The whole ring on one machine: every role a process of its own, a tiny model, a few steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

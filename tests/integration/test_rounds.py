@@ -1,8 +1,6 @@
 """Ranks and torchrun's agents meet at a rendezvous. Errors name a rank that dies or never comes; an agent that ends
 leaves the rendezvous open; what others write there is not read."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """The parent's side, with real processes and real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess

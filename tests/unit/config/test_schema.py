@@ -1,7 +1,5 @@
 """Fields that only make sense together, and what follows from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

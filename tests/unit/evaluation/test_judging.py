@@ -1,7 +1,5 @@
 """Verdicts on many problems at once."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import time

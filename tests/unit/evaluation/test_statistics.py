@@ -5,8 +5,6 @@ mean accuracy from 0.1 to 0.9. What `benchmarks.interval_coverage` found of all 
 stands in docs/evaluation.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensor files: what the safetensors library reads, hashed as written, bfloat16 as torch rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every term against numbers worked out by hand, and the training ones against the bytes of tensors in a real pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advice on how to share devices out, from made-up measurements whose best split is known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reward workers of other machines, played by the tests, in the pool of a controller whose own worker is busy."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

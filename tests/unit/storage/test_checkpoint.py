@@ -1,7 +1,5 @@
 """Checkpoints: complete or absent, whatever was cut short or damaged on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

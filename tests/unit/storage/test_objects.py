@@ -1,7 +1,5 @@
 """Where a store is, and what names are. What every kind of store does: tests/s3."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

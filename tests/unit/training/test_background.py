@@ -1,7 +1,5 @@
 """Jobs, batches, versions and checkpoints in the background: in order, bounded, and no failure is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 import threading

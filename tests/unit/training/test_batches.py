@@ -1,7 +1,5 @@
 """The trainer's batch: its partition, where a rank reads trajectories, its layout, the settings that shape it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence

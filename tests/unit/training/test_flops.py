@@ -1,7 +1,5 @@
 """Model FLOPs of a batch, by hand and against what torch counts of the real passes, and peaks of devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

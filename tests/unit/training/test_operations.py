@@ -1,7 +1,5 @@
 """Operations of a layer against their definitions, in float64, with the gradients that autograd finds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

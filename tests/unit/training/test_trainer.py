@@ -1,7 +1,5 @@
 """What the trainer does beside its steps, and with a checkpoint that is damaged for others."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

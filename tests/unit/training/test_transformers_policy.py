@@ -1,7 +1,5 @@
 """Models that transformers' modules run: as transformers says of one sequence at a time, and written as they came."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
