@@ -40,7 +40,7 @@ def served(*completions: Completion) -> tuple[SampledCompletion, ...]:
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
+    return whole_completions(encode_generation(request, completions), len(completions))
 
 
 def unpack_group(data: bytes, group: PackedGroup) -> GroupPayload:
