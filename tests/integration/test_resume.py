@@ -282,18 +282,11 @@ def test_a_run_on_a_full_disk_ends_in_order_and_goes_on_later(disk: Path) -> Non
 
 
 VERIFIERS = """
-import time, zlib
-
 def first_call(task, completion):
     return float({}["anwser"])
 
 def completions(task, completion):
     return 2.0 if completion != task.answer else 1.0
-
-def hangs(task, completion):
-    while completion != task.answer:
-        time.sleep(1)
-    return 1.0
 """
 
 
@@ -308,21 +301,17 @@ def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("name", "line", "said"),
     [
-        ("first_call", 5, "KeyError: 'anwser'"),
+        ("first_call", 3, "KeyError: 'anwser'"),
         pytest.param(
             *("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0"),
             marks=pytest.mark.end_to_end,
-        ),
-        pytest.param(
-            *("hangs", 12, "no verdict within 1 s (rollout.reward_timeout_s)"),
-            marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_bug_ends_the_run_without_a_restart(
     tmp_path: Path, verifiers: str, name: str, line: int | None, said: str
 ) -> None:
-    config = tiny(tmp_path, environment={"verifier": f"{verifiers}:{name}"}, rollout={"reward_timeout_s": 1.0})
+    config = tiny(tmp_path, environment={"verifier": f"{verifiers}:{name}"})
     with Launched(config, name) as run:
         assert run.end() == 1
         output = run.output()

@@ -80,12 +80,10 @@ def test_bad_data_sets_and_options_are_refused(tokenizer, settings, told):
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        (' "Anna." ', '"Anna."'),
         ("Let me see.\n  Anna.\n", "Anna."),
         ("It is <answer>Ben</answer>, no, <answer> Anna\n</answer> of course.", "Anna"),
         ("<answer>a <answer>b</answer>", "a <answer>b"),
         ("</answer>\n<answer>", "<answer>"),
-        ("<answer>1 2\n3 4</answer>", "1 2\n3 4"),
         (" \n", None),
     ],
 )

@@ -38,7 +38,7 @@ from areal_core.rewards.pool import GroupSession, RewardPool
 from areal_core.rewards.remote import Work, decode_outcome, decode_work, encode_outcome, encode_work
 from areal_core.rewards.worker import Arrived
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import GroupSummary, Outcome, Prompt, SampleRequest
+from areal_core.types import GroupSummary, Prompt, SampleRequest
 
 LIMIT_S = 30.0
 REQUESTS = (SampleRequest(token_ids=(1,), n=1, max_tokens=1),)
@@ -214,22 +214,6 @@ ARRIVALS = [
 ]
 
 
-def scored(rewards: tuple[float | None, ...] = (0.1 + 0.2, None)) -> ScoredGroup:
-    return ScoredGroup(
-        payload=b"\n\n\0",
-        summary=GroupSummary(
-            lengths=(1, 2),
-            rewards=rewards,
-            tokens=3,
-            min_version=0,
-            max_version=2,
-            outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
-            truncated=(True, False),
-            checksums=(1, 2, 2**32 - 1),
-        ),
-    )
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, None], ids=["the first ones", "later ones"])
 def test_work(prompt: Prompt | None) -> None:
     arrived = Arrived(group=9, prompt=prompt, completions=ARRIVALS)
@@ -253,7 +237,8 @@ def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
 
 def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_BYTES", 100)
-    outcome = decode_outcome(encode_outcome(scored()))
+    summary = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
+    outcome = decode_outcome(encode_outcome(ScoredGroup(payload=bytes(101), summary=summary)))
     assert isinstance(outcome, RewardError)
     assert "bytes, more than the 100 of an answer" in str(outcome)
 

@@ -41,8 +41,8 @@ class Batches:
         return BatchManifest(step=step, groups=())
 
 
-def feed(controller: Any, *, last: int = 10, build: Any = None) -> BatchFeed:
-    return BatchFeed(controller, build or (lambda manifest: batch(manifest.step)), first=3, last=last)
+def feed(controller: Any, *, last: int = 10) -> BatchFeed:
+    return BatchFeed(controller, lambda manifest: batch(manifest.step), first=3, last=last)
 
 
 def following(batches: BatchFeed) -> int:
