@@ -160,7 +160,7 @@ def test_services_refuse_requests_without_the_token(run: Launched, headers: dict
     [
         ("controller", "GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for"),
         ("controller", "POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
-        ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "the body is not JSON: "),
+        ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "Expected `object`, got `array`"),
     ],
     ids=["spans", "brackets", "brackets to a server"],
 )

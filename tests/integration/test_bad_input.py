@@ -69,8 +69,6 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),
         (["environment.verifier=no_module:exact"], "environment.verifier: no_module:exact can't be imported: No modu"),
         (["--run-id", "x" * 300], "run_id: must have at most 160 bytes, got 300; shorten xxx"),
-        (["storage.url=gs://bucket"], "storage.url: 'gs://bucket' is not a location; use a folder"),
-        (["tracking.uri=file:///somewhere"], "tracking.uri: 'file:///somewhere' is not supported; use http"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

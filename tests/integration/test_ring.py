@@ -149,22 +149,18 @@ def _check_final_model(config: RunConfig, *, version: int) -> None:
 STEPS = 3
 
 
-def emulated(root: Path, *, mode: str = "async", **fields: dict[str, Any]) -> RunConfig:
-    groups: dict[str, dict[str, Any]] = {
-        "task": {"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 32, "held_out": 16},
-        "generation": {"engine": "emulated", "slots": 8},
-        "rollout": {"batch_size": 16},
-        "training": {"engine": "emulated", "steps": STEPS},
-        "launch": {"devices": 3, "restarts": 0},
-        "emulation": {"speed": 200.0, "length_median": 1500.0, "handover_s": 2.0},
-    }
-    return tiny(root, mode=mode, **merged(groups, fields))
-
-
 @pytest.mark.slow
 @pytest.mark.end_to_end
 def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: Path) -> None:
-    config = emulated(tmp_path)
+    config = tiny(
+        tmp_path,
+        task={"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 32, "held_out": 16},
+        generation={"engine": "emulated", "slots": 8},
+        rollout={"batch_size": 16},
+        training={"engine": "emulated", "steps": STEPS},
+        launch={"devices": 3, "restarts": 0},
+        emulation={"speed": 200.0, "length_median": 1500.0, "handover_s": 2.0},
+    )
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=print, on_status=seen.append)
     assert (summary.reason, summary.steps, summary.incarnation) == ("steps", STEPS, 0)

@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,9 +41,7 @@ try:
 except ChildFailedError:
     sys.exit("spent")
 """
-WORKS = "import os, time; print('works', os.getpid(), flush=True); time.sleep(600)"
-WORKING = re.compile(r"works (\d+)")
-FAILS = "raise SystemExit(1)"
+WORKS = "import time; print('works', flush=True); time.sleep(600)"
 
 
 class Rendezvous:
@@ -91,12 +88,12 @@ def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
 
 
 def works(output: Path) -> bool:
-    return bool(WORKING.search(output.read_text()))
+    return "works " in output.read_text()
 
 
 @pytest.mark.recovery
 def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
-    stays, spent = rendezvous.agent(WORKS), rendezvous.agent(FAILS)
+    stays, spent = rendezvous.agent(WORKS), rendezvous.agent("raise SystemExit(1)")
     assert rendezvous.agents[1].wait(PATIENCE_S) == 1
     # Not necessarily as the last line: torch's timer of heartbeats may be caught by the interpreter's end, and says so.
     assert "spent" in spent.read_text().splitlines()
@@ -125,9 +122,6 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Ren
     assert rendezvous.agents[0].wait(PATIENCE_S) == 1
     assert "the state of the rendezvous was not written by an agent of this run" in output.read_text()
     assert not (tmp_path / "taken-over").exists()
-
-
-PATIENCE_S = 120.0
 
 
 class Ranks:

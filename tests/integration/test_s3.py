@@ -34,7 +34,6 @@ class FaultyServer:
 
     - a status: an error of S3's with it
     - "reset": the connection is reset
-    - "close": it is closed without a response
     - "cut": of the response's body half is sent (requests without one are handed on)
     - None: nothing
     """
@@ -82,7 +81,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if fault in ("reset", "close"):
             self.connection.close()
             self.close_connection = True
         elif isinstance(fault, int):
@@ -177,7 +175,7 @@ OPERATIONS: list[tuple[str | int, Callable[[Storage, Path], Any], Any]] = [  # w
     ("cut", lambda store, folder: store.sizes(), {"a/name": 7}),
     (500, lambda store, folder: store.put_bytes("a/name", b"content"), None),
     ("reset", lambda store, folder: store.put_file(folder / "local", "a/name"), None),
-    ("close", lambda store, folder: store.delete("a/other"), None),
+    ("reset", lambda store, folder: store.delete("a/other"), None),
     (503, lambda store, folder: store.sizes(), {"a/name": 7}),
 ]
 

@@ -1,6 +1,5 @@
 """The parent's side, with real processes and real signals."""
 
-import json
 import os
 import re
 import select
@@ -38,16 +37,13 @@ while not (scratch / "go").exists():
     time.sleep(0.01)
 """
 )
-# Fails at its first `times` starts, then succeeds.
 FLAKY = (
     ADOPT
     + """
-starts = scratch / "starts"
-with starts.open("a") as file:
-    file.write(os.environ["AREAL_ATTEMPT"] + "\\n")
+with (scratch / "starts").open("a") as file:
+    file.write("x")
 print("some talk", flush=True)
-if len(starts.read_text().split()) <= {times}:
-    raise SystemExit("no luck")
+raise SystemExit("no luck")
 """
 )
 
@@ -80,10 +76,6 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
-
-
-def pids(rig: Rig) -> list[int]:
-    return [json.loads(file.read_text())["pid"] for file in rig.run.ready.glob("*.json")]
 
 
 def launch(**changes: Any) -> LaunchConfig:
@@ -144,11 +136,11 @@ def test_process_whose_ready_file_is_anothers_is_not_ready(rig: Rig) -> None:
 
 def test_error_names_role_code_and_last_log_lines_when_restarts_are_spent(rig: Rig) -> None:
     with pytest.raises(ProcessError, match=r"^role-0 exited with code 1 after 1 restarts; ") as caught:
-        rig.supervisor(FLAKY.format(times=9), launch(restarts=1)).run()
+        rig.supervisor(FLAKY, launch(restarts=1)).run()
     message = str(caught.value)
     assert message.endswith("role-0.log ends: some talk | no luck")  # of the last start only
     assert "\n" not in message
-    assert len((rig.scratch / "starts").read_text().split()) == 2
+    assert (rig.scratch / "starts").read_text() == "xx"
 
 
 def test_a_gang_is_started_again_as_a_whole(rig: Rig) -> None:
@@ -179,18 +171,6 @@ def test_lines_of_a_process_are_forwarded_without_their_format(rig: Rig) -> None
     supervisor.run()
     assert (forwarded, rig.lines) == (["role-3: talk"], [])
     assert rig.run.log_file("role", 3).read_text().endswith("Z INFO role-3 talk\n")
-
-
-def test_a_log_that_fails_leaves_no_process(rig: Rig) -> None:
-    def broken(line: str) -> None:
-        raise BrokenPipeError
-
-    code = READY + "print('talk', flush=True); time.sleep(600)"
-    supervisor = rig.supervisor(code, launch(), count=2)
-    supervisor.log = broken
-    with pytest.raises(BrokenPipeError):
-        supervisor.run()
-    assert all(gone(pid) for pid in pids(rig))
 
 
 LAUNCHER = """
@@ -334,13 +314,13 @@ def test_a_process_that_hangs_is_named_killed_and_started_again(rig: Rig, how: s
     assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are" in told)
 
 
-# Number 1 fails at its first `times` starts.
+# Number 1 fails at its first two starts.
 ONE_FAILS = (
     READY
     + """
 with (scratch / ready.stem).open("a") as file:
     file.write("x")
-if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= {times}:
+if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= 2:
     sys.exit(3)
 time.sleep(600)
 """
@@ -349,7 +329,7 @@ time.sleep(600)
 
 def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_back(rig: Rig) -> None:
     rig.on_ready = lambda: rig.stop.set() if len(rig.lines) == 3 else None  # number 1 was started again twice
-    rig.supervisor(ONE_FAILS.format(times=2), launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
+    rig.supervisor(ONE_FAILS, launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
     first, spent, again = rig.lines
     assert first == "role-1 exited with code 3: restart 1 of 1"
     assert re.match(

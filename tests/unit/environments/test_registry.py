@@ -10,10 +10,6 @@ from areal_core.types import Prompt, Trajectory
 from tests.support.policies import END, TOKENIZER, ScriptedPolicy, completion
 
 
-def opened(**settings):
-    return open_environment(RunConfig(environment=EnvironmentConfig(**settings)), char_tokenizer())
-
-
 def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own():
     arithmetic, rows = TaskConfig(name="arithmetic"), TaskConfig(name="rows")
     assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
@@ -21,6 +17,8 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
     assert open_verifier(EnvironmentConfig(verifier="exact_match"), rows) is exact_match
     path = "areal_core.environments.registry:mathematics"
     assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics
+    with pytest.raises(ConfigError, match=r"^environment\.verifier: must be given, who judges my_task:Opposites\?$"):
+        verifier_name(EnvironmentConfig(), TaskConfig(name="my_task:Opposites"))
 
 
 @pytest.mark.parametrize(
@@ -39,14 +37,7 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
 )
 def test_an_unknown_environment_or_verifier_is_refused_by_field(settings, said):
     with pytest.raises(ConfigError, match=said):
-        opened(**settings)
-
-
-def test_a_task_of_ones_own_says_who_judges_it():
-    own = TaskConfig(name="my_task:Opposites")
-    with pytest.raises(ConfigError, match=r"^environment\.verifier: must be given, who judges my_task:Opposites\?$"):
-        verifier_name(EnvironmentConfig(), own)
-    assert verifier_name(EnvironmentConfig(verifier="exact_match"), own) == "exact_match"
+        open_environment(RunConfig(environment=EnvironmentConfig(**settings)), char_tokenizer())
 
 
 TASK = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")

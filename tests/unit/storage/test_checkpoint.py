@@ -105,17 +105,15 @@ def test_files_of_another_process_are_part_of_it_if_they_are_there(store: Storag
     assert info.files == {"ledger.sqlite": ledger}
 
 
-def changed_version(manifest: str) -> str:
-    return manifest.replace('"version": 2', '"version": 3')
-
-
 BREAKS: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "half a manifest": lambda folder: rewrite(folder, lambda manifest: manifest[: len(manifest) // 2]),
     "no entries": lambda folder: rewrite(folder, lambda manifest: "{}"),
     "no object": lambda folder: rewrite(folder, lambda manifest: "[]"),
     "nested manifest": lambda folder: rewrite(folder, lambda manifest: "[" * 200_000),
-    "changed manifest": lambda folder: rewrite(folder, changed_version),
+    "changed manifest": lambda folder: rewrite(
+        folder, lambda manifest: manifest.replace('"version": 2', '"version": 3')
+    ),
     "not shared": lambda folder: (folder.parents[1] / "payloads" / "a.bin").unlink(),
     "file missing": lambda folder: (folder / "model" / "model.safetensors").unlink(),
     "file truncated": lambda folder: (folder / "model" / "model.safetensors").write_text("w"),

@@ -92,10 +92,6 @@ def rows(steps: range, key: str = "reward") -> list[MetricRow]:
     return [MetricRow(key=key, step=step, value=step / 2, time_s=1000 + step) for step in steps]
 
 
-def never(seconds: float) -> bool:
-    return False
-
-
 def stop_at(call: int, also: Callable[[], None] = lambda: None) -> Callable[[float], bool]:
     calls = iter(range(1, call + 1))
 
@@ -108,7 +104,9 @@ def stop_at(call: int, also: Callable[[], None] = lambda: None) -> Callable[[flo
     return wait
 
 
-def forward(outbox: Outbox, wait: Callable[[float], bool] = never, flush_timeout_s: float = 60.0) -> bool:
+def forward(
+    outbox: Outbox, wait: Callable[[float], bool] = lambda seconds: False, flush_timeout_s: float = 60.0
+) -> bool:
     return Forwarder(outbox, "http://user:secret@host", "id", flush_timeout_s).run(wait)
 
 

@@ -220,11 +220,9 @@ def test_a_data_server_that_is_started_again_is_waited_for(
         read(copy, controller)
 
 
-GROUP = GroupPayload(
-    prompt_tokens=np.array([7, 8], np.int32),
-    lengths=np.array([3, 1], np.int32),
+GROUP = replace(
+    sampled(3, 1),
     tokens=np.array([10, 11, 1, 12], np.int32),
-    loss_mask=np.ones(4, np.bool_),
     logprobs=np.array([-0.1, -0.2, -0.3, -0.4], np.float32),
     versions=np.array([4, 4, 5, 5], np.int32),
     truncated=np.array([False, True]),
