@@ -266,9 +266,7 @@ def test_a_run_on_a_full_disk_ends_in_order_and_goes_on_later(disk: Path) -> Non
         assert run.end() == 2
         assert not run.run.summary.exists()
         last = run.output().rstrip().splitlines()[-1]
-        assert re.fullmatch(
-            r"areal: error: state_dir: \S+ has 0\.0[01] GiB left, .*; with more room it can be .*", last
-        )
+        assert re.fullmatch(r"areal: error: state_dir: \S+ has 0\.0[01] GiB left, .*with more room it can be .*", last)
         assert "Traceback" not in run.output()
     (disk / "filler").unlink()
     with Launched(config, "full") as run:

@@ -24,14 +24,8 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"name": "three_turn"},
-            r"environment\.name: must be one of single_turn, two_turn, or an import path, .*got .three_turn",
-        ),
-        (
-            {"verifier": "areal_core.types:nothing"},
-            r"environment\.verifier: areal_core\.types:nothing can't be imported",
-        ),
+        ({"name": "three_turn"}, r"environment\.name: must be one of single_turn, two_turn, .*got .three_turn"),
+        ({"verifier": "areal_core.types:nothing"}, r"environment\.verifier: .*types:nothing can't be imported"),
         ({"name": "two_turn", "retry_message": "again!"}, r"environment: the model's tokenizer can't spell 'again!'"),
     ],
 )

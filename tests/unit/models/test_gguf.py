@@ -16,10 +16,11 @@ from areal_core.models.spec import ModelSpec, check_folder, read_arrays
 from areal_core.models.tokenizer import Tokenizer
 from tests.support.models import SPEC
 
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("ab", "c"), ("1", "2"), ("Ã", "©")]
 TOKENS = [
     "<|end|>",
-    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    *BYTES,
     *("".join(merge) for merge in MERGES),
     "xyz",
 ]  # no merges make the last one

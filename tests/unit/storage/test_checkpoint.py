@@ -111,9 +111,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "no entries": lambda folder: rewrite(folder, lambda manifest: "{}"),
     "no object": lambda folder: rewrite(folder, lambda manifest: "[]"),
     "nested manifest": lambda folder: rewrite(folder, lambda manifest: "[" * 200_000),
-    "changed manifest": lambda folder: rewrite(
-        folder, lambda manifest: manifest.replace('"version": 2', '"version": 3')
-    ),
+    "changed manifest": lambda folder: rewrite(folder, lambda text: text.replace('"version": 2', '"version": 3')),
     "not shared": lambda folder: (folder.parents[1] / "payloads" / "a.bin").unlink(),
     "file missing": lambda folder: (folder / "model" / "model.safetensors").unlink(),
     "file truncated": lambda folder: (folder / "model" / "model.safetensors").write_text("w"),

@@ -25,9 +25,10 @@ from tests.faults.disk import Disk, compiler
 from tests.support.virtual import VirtualClock
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_folder_is_made_and_left_empty(tmp_path: Path, form: str) -> None:
-    store = Storage.open(form.format(tmp_path / "a b" / "new"))
+@pytest.mark.parametrize("url", ["{}/a b/new", "file://{}/a b/new", "a b/new"])
+def test_folder_is_made_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Storage.open(url.format(tmp_path))
     assert store.url == str(tmp_path / "a b" / "new")
     assert list((tmp_path / "a b" / "new").iterdir()) == []
     for name in ("../x", "a/../../x"):

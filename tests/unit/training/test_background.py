@@ -108,7 +108,6 @@ class Controller:
         self.gate = threading.Event()
         self.gate.set()
         self.refuses = False
-        self.released: list[int] = []
         self.storage = storage
 
     def announce(self, version: PolicyVersion) -> list[int]:
@@ -116,7 +115,7 @@ class Controller:
         if self.refuses:
             raise ProcessError("controller: POST /versions answered 500: the disk is full")
         self.calls.append(("announce", version.version))
-        return self.released
+        return []
 
     def snapshot(self, step: int) -> dict[str, Any]:
         self.calls.append(("snapshot", step))
