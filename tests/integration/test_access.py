@@ -1,8 +1,6 @@
 """A run whose generation is on a machine without a common folder: its services serve nobody without the token, and no
 request ends one of them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json
@@ -27,6 +25,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.routes import Routes
 from areal_core.run.remote.files import Files
+from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
@@ -128,6 +127,7 @@ def test_only_the_owner_can_read_the_token(run: Launched) -> None:
     file = run.run.token_file
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(run.run.token()) >= 40
+    assert RunDir.create(run.config, run.run.info()).token() == run.run.token()  # as a resumed run does
     for pid in run.processes():
         assert run.run.token() not in Path(f"/proc/{pid}/cmdline").read_text()
     texts = [path for path in run.run.root.rglob("*") if path.is_file() and path != file]
@@ -160,7 +160,7 @@ def test_services_refuse_requests_without_the_token(run: Launched, headers: dict
     [
         ("controller", "GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for"),
         ("controller", "POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
-        ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "the body is not JSON: "),
+        ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "Expected `object`, got `array`"),
     ],
     ids=["spans", "brackets", "brackets to a server"],
 )

@@ -1,8 +1,6 @@
 """Mistakes of a user end with one line on stderr that names what is wrong and with exit status 2, and leave nothing: no
 process, no run's folder, no MLflow run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -66,14 +64,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     [
         (["training.steps"], "training.steps: an override looks like training.steps=5"),
         (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
-        (["task.name=rows"], "task.held_out_path: task.name=rows needs a file of prompts"),
         (["training.steps=[1"], "training.steps: '[1' is not a value: "),
         (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),
         (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),
         (["environment.verifier=no_module:exact"], "environment.verifier: no_module:exact can't be imported: No modu"),
         (["--run-id", "x" * 300], "run_id: must have at most 160 bytes, got 300; shorten xxx"),
-        (["storage.url=gs://bucket"], "storage.url: 'gs://bucket' is not a location; use a folder"),
-        (["tracking.uri=file:///somewhere"], "tracking.uri: 'file:///somewhere' is not supported; use http"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -131,29 +126,6 @@ def test_broken_models(
 ) -> None:
     break_it(model)
     assert refused(f"model.path={model}").startswith(error.format(model=model))
-
-
-# -- prompt files ------------------------------------------------------------------------------------------------------
-
-GOOD = '{"question": "1+1=", "answer": "2"}\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("{\n", "not JSON: "),
-        ('{"question": "1+2=", "answer": "(1"}\n', "task.answer_field=answer must hold an answer, or end on one"),
-        (GOOD.replace("1+1=", "What?"), "the model's tokenizer can't spell 'What?': "),
-    ],
-)
-def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line: str, error: str) -> None:
-    prompts, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    prompts.write_text(line)
-    held_out.write_text(GOOD.replace("1+1", "1+2"))
-    task = (f"model.path={model}", "task.name=rows", f"task.path={prompts}", f"task.held_out_path={held_out}")
-    told = refused(*task)
-    assert told.startswith(f"task.path: there is no prompt in {prompts}: 1 rows")
-    assert f"; line 1: {error}" in told
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Asynchronous with eta = 0 is the synchronous mode: the same tokens, the same losses, the same weights."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,14 +1,11 @@
 """Evaluations with real servers: by a command, killed and resumed; and of a run's versions beside the training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import orjson
 import psutil
@@ -16,7 +13,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.core.ledger import TrajectoryLedger
-from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.evaluation.scores import read_records
 from areal_core.run.evaluation import evaluate
 from areal_core.run.launcher import execute, run_folder
@@ -94,21 +91,10 @@ def test_what_is_wrong_is_one_line(state, tmp_path):
         evaluate({"chains": config(state)}, reference="nothing")
     with pytest.raises(ConfigError, match=r"^name: must be letters"):
         evaluate({"chains": config(state)}, name="../x")
-    with pytest.raises(ConfigError, match=r"^reference: must have at most 160 bytes, got 300"):
-        evaluate({"chains": config(state)}, reference="x" * 300)
     with pytest.raises(ConfigError, match=r"^benchmarks: must be letters"):
         evaluate({"../x": config(state)})
-    with pytest.raises(ConfigError, match=r"^benchmarks: must name one"):
-        evaluate({})
     with pytest.raises(ModelError, match=r"^model\.path: .*no model folder"):
         evaluate({"chains": load({**config(state).to_dict(), "model": {"path": str(tmp_path)}})})
-
-
-def test_servers_that_cannot_start_end_it(state):
-    broken = {**config(state).to_dict(), "generation": {"engine": "tests.support.nothing:engine"}}
-    broken["launch"] = {"restarts": 0}
-    with pytest.raises((ProcessError, ConfigError), match=r"generation"):
-        evaluate({"chains": load(broken)}, name="broken")
 
 
 def evaluations(run: RunDir, config: RunConfig) -> list[Evaluation]:
@@ -117,29 +103,18 @@ def evaluations(run: RunDir, config: RunConfig) -> list[Evaluation]:
         return ledger.notes.evaluations()
 
 
-def scored_run(folder: Path, servers: int) -> tuple[RunDir, RunConfig]:
-    """A synchronous run, which is reproducible to the bit."""
-    evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
+@pytest.mark.end_to_end
+def test_every_version_has_its_scores_a_table_and_a_page(tmp_path: Path) -> None:
     config = tiny(
-        folder,
+        tmp_path,
         mode="sync",
         task={"held_out": 12},
         environment={"verifier": "tests.support.verifiers:ends"},
         training={"steps": 2},
-        evaluation=evaluation,
+        evaluation={"servers": 1, "samples": 3, "every": 1},
     )
     execute(config, run_id="r", log=print)
-    return run_folder(config, "r"), config
-
-
-@pytest.fixture(scope="module")
-def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunConfig]:
-    return scored_run(tmp_path_factory.mktemp("own"), servers=1)
-
-
-@pytest.mark.end_to_end
-def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDir, RunConfig]) -> None:
-    run, config = own_engine
+    run = run_folder(config, "r")
     scored = evaluations(run, config)
     assert {evaluation.version for evaluation in scored} >= {0, 2}
     with contextlib.closing(Outbox(run.outbox, "r")) as outbox:

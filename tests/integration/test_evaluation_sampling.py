@@ -130,13 +130,9 @@ def collect_here(file, engine, version=BASE):
         return records.records
 
 
-@pytest.fixture
-def engine(model):
+def test_an_engine_in_the_same_process_scores_as_servers_do(alone, model, tmp_path):
     spec = read_spec(model)
-    return Engine(spec, read_arrays(model, spec), slots=8)
-
-
-def test_an_engine_in_the_same_process_scores_as_servers_do(engine, alone, model, tmp_path):
+    engine = Engine(spec, read_arrays(model, spec), slots=8)
     assert collect_here(tmp_path / "b.jsonl", engine) == alone
     version = dataclasses.replace(base_version(str(model)), version=7)
     assert collect_here(tmp_path / "c.jsonl", engine, version) == alone

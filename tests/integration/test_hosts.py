@@ -1,8 +1,6 @@
 """Remote workers of a run, all on one machine, each with a copy of the run's folder in a folder of its own; tests/hosts
 has them on machines of their own."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -71,7 +69,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Node] = []
 
     def command(run: Launched, role: str, *options: object) -> Node:
-        where = ("--head", files_of(run), "--token-file", run.run.token_file, "--address", "127.0.0.1")
+        head = run.wait_for("its data server listens", lambda: (run.run.ready_info("files") or {}).get("url"))
+        where = ("--head", head, "--token-file", run.run.token_file, "--address", "127.0.0.1")
         argv = [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))]
         started.append(Node(argv, tmp_path / f"node-{len(started)}", secrets.token_hex(8)))
         return started[-1]
@@ -80,16 +79,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for node in started:
         kill_all(node.processes)
         node.process.wait()
-
-
-def files_of(run: Launched) -> str:
-    """The URL of the head node's data server."""
-    return run.wait_for("its data server listens", lambda: (run.run.ready_info("files") or {}).get("url"))
-
-
-def until_saved(run: Launched) -> None:
-    store = Storage.open(run.run.info().checkpoint_url)
-    run.wait_for("a checkpoint", lambda: checkpoint.newest(store))
 
 
 def held(config: RunConfig, run: RunDir) -> dict[int, str]:
@@ -208,7 +197,8 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
 
     with Launched(config("first"), "apart") as run:
         node = start(run, "generation")
-        until_saved(run)
+        store = Storage.open(run.run.info().checkpoint_url)
+        run.wait_for("a checkpoint", lambda: checkpoint.newest(store))
         server, token = run.pid("generation"), run.run.token()
         run.launcher.send_signal(signal.SIGSTOP)
         os.kill(run.pid("files"), signal.SIGKILL)  # which says nothing more, as on a machine that loses power

@@ -1,7 +1,5 @@
 """The launcher with stand-in roles: how a run starts, recovers and ends."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json
@@ -23,6 +21,7 @@ from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.types import RunSummary, TokenLedger
 from tests.support.processes import wait_for
+from tests.support.runs import merged
 
 PATIENCE_S = 120.0
 
@@ -34,9 +33,7 @@ def config(root: Path, **fields: Any) -> RunConfig:
         "training": {"ranks": 1},
         "launch": {"restarts": 0, "stop_timeout_s": 5.0},
     }
-    for name, value in fields.items():
-        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    return load(values)
+    return load(merged(values, fields))
 
 
 def folder(settings: RunConfig, **info: Any) -> RunDir:

@@ -1,8 +1,6 @@
 """Runs train with what users bring: the examples of docs/extending.md as they stand there, an environment by its import
 path, and a model that only vLLM and transformers can run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
@@ -21,12 +19,12 @@ from areal_core.models.folders import init_weights, write_model
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.launcher import execute, run_folder
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import GroupPayload
 from tests.support.chat import chat_folder
 from tests.support.generation import LLAMA_GQA
 from tests.support.live_servers import VLLM_PYTHON, require_vllm
 from tests.support.policies import TOKENIZER
 from tests.support.runs import tiny
+from tests.support.trajectories import completions, logprobs_of
 from tests.support.transformers_models import write_transformers_model
 
 pytestmark = pytest.mark.slow
@@ -106,30 +104,18 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     assert len(said) > 0
     assert set(said.tolist()) == set(TOKENIZER.encode("=")), "only tokens of the environment are left out of the loss"
     assert sum(int(group.loss_mask.sum()) for group in groups) == summary.tokens.consumed
-    model = AutoModelForCausalLM.from_pretrained(run.info().model_path).double().eval()
-    early = [group for group in groups if set(group.versions[group.loss_mask].tolist()) == {0}]
-    assert any((~group.loss_mask).any() for group in early)
-    for group in early:
-        check_logprobs(model, group)
+    assert not any(group.logprobs[~group.loss_mask].any() for group in groups)
+    texts = [(group.prompt_tokens, *completion) for group in groups for completion in completions(group)]
+    texts = [text for text in texts if 0 in text[2]]
+    assert any(-1 in versions for _, _, versions, _ in texts)
+    model, base = AutoModelForCausalLM.from_pretrained(run.info().model_path).eval(), Path(run.info().model_path)
+    exact = logprobs_of(model, base / "model.safetensors", texts, 0, torch.float64)
+    recorded = np.concatenate([logprobs[versions == 0] for _, _, versions, logprobs in texts])
+    np.testing.assert_allclose(recorded, exact, atol=1e-4)
     with sqlite3.connect(run.outbox) as outbox:
         losses = outbox.execute("SELECT value FROM metrics WHERE key = 'loss/policy'").fetchall()
     assert len(losses) == TURN_STEPS
     assert any(value != 0 for (value,) in losses), "no trajectory had an advantage: nothing was trained on"
-
-
-@torch.inference_mode()
-def check_logprobs(model: torch.nn.Module, group: GroupPayload) -> None:
-    """Sampled tokens have the log-probabilities that transformers computes over all tokens before them."""
-    start = 0
-    for length in group.lengths.tolist():
-        part = slice(start, start + length)
-        text = torch.from_numpy(np.concatenate([group.prompt_tokens, group.tokens[part]]).astype(np.int64))
-        logits = model(text[None]).logits[0, len(group.prompt_tokens) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, text[len(group.prompt_tokens) :, None])[:, 0].numpy()
-        mask = group.loss_mask[part]
-        np.testing.assert_allclose(group.logprobs[part][mask], expected[mask], atol=1e-4)
-        assert not group.logprobs[part][~mask].any()
-        start += length
 
 
 @pytest.mark.vllm

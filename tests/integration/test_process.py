@@ -1,7 +1,5 @@
 """The child's side: it ends with its parent, and in order."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

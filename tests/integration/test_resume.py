@@ -1,13 +1,15 @@
 """A run that everything of was killed goes on, whatever its folder or its store has lost meanwhile, or `make prune` has
-deleted."""
-
-from __future__ import annotations
+deleted. One whose processes die, whose disk is full, or whose verifier has a bug recovers, or ends in order and says
+why."""
 
 import json
 import os
+import re
 import shutil
 import signal
-from contextlib import closing
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from areal_core.models.spec import read_arrays, read_spec
 from areal_core.run.command import run_command
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
-from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows import prune_command
@@ -131,7 +132,12 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     with closing(TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)) as ledger:
         version = ledger.versions.newest()  # the folder may hold one more, that was not announced any more
     assert version is not None
-    newest, before = _damaged(config, checkpoint.OPTIMIZER)
+    newest = checkpoint.newest(_store(config))
+    assert newest is not None
+    before = checkpoint.newest(_store(config), last=newest.step - 1)
+    assert before is not None
+    optimizer = Path(config.storage.url) / "runs" / "r" / newest.folder / checkpoint.OPTIMIZER
+    optimizer.write_bytes(_flipped(optimizer.read_bytes()))
     weights = Path(version.path) / "model.safetensors"
     weights.write_bytes(_flipped(weights.read_bytes()))
     output = finished(config)
@@ -139,17 +145,6 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     assert "taken out" not in output  # no server was given it
     assert f"{newest.folder}/{checkpoint.OPTIMIZER} is damaged" in output
     assert f"resumed from the checkpoint of step {before.step}" in output
-
-
-def _damaged(config: RunConfig, file: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
-    """The newest checkpoint, of which a file, or its ledger, is damaged now, and the one before."""
-    newest = checkpoint.newest(_store(config))
-    assert newest is not None
-    before = checkpoint.newest(_store(config), last=newest.step - 1)
-    assert before is not None
-    at = Path(config.storage.url) / "runs" / "r" / newest.folder / (file or newest.ledger)
-    at.write_bytes(_flipped(at.read_bytes()))
-    return newest, before
 
 
 @pytest.mark.recovery
@@ -221,3 +216,106 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     assert not run.run.root.exists()
     assert store.list() == ("lease.json",)
     assert prune()[1].startswith("No runs in ")
+
+
+ROLES = ("trainer", "controller", "generation")
+
+
+@pytest.mark.recovery
+def test_a_run_recovers_from_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
+    config = tiny(tmp_path, training={"steps": 12, "checkpoint_every": 2}, evaluation={"enabled": False})
+    with Launched(config, "short") as run:
+        for role in ROLES:
+            pid = run.pid(role)
+            run.until_step(run.step() + 2)
+            os.kill(pid, signal.SIGKILL)
+            assert run.pid(role, but=pid)
+        tokens = run.finished().tokens
+        assert tokens.allowance <= 2 * 32 * 24 * len(ROLES)  # of what died: what it was asked for, at most
+        for role in ROLES:
+            assert run.output().count(f"{role}-0 was killed by SIGKILL: restart 1 of 2") == 1
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder of its own file system."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk: needs root, and leave to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def fill(file: Path, *, but_mib: float) -> None:
+    """Write into `file` until no more than so much is free."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):  # there is nothing left
+        while shutil.disk_usage(file.parent).free >= but_mib * 2**20:
+            os.write(descriptor, bytes(4096))
+    os.close(descriptor)
+
+
+@pytest.mark.recovery
+@pytest.mark.nightly
+def test_a_run_on_a_full_disk_ends_in_order_and_goes_on_later(disk: Path) -> None:
+    limits = {"disk_min_gib": 8 / 1024, "disk_low_gib": 8 / 1024}
+    config = tiny(disk, training={"steps": 60, "checkpoint_every": 3}, evaluation={"enabled": False}, launch=limits)
+    with Launched(config, "full") as run:
+        run.until_step(4)
+        fill(disk / "filler", but_mib=4)
+        assert run.end() == 2
+        assert not run.run.summary.exists()
+        last = run.output().rstrip().splitlines()[-1]
+        assert re.fullmatch(r"areal: error: state_dir: \S+ has 0\.0[01] GiB left, .*with more room it can be .*", last)
+        assert "Traceback" not in run.output()
+    (disk / "filler").unlink()
+    with Launched(config, "full") as run:
+        run.finished()
+
+
+VERIFIERS = """
+def first_call(task, completion):
+    return float({}["anwser"])
+
+def completions(task, completion):
+    return 2.0 if completion != task.answer else 1.0
+"""
+
+
+@pytest.fixture
+def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The import path of a module, less its name."""
+    (tmp_path / "own_verifiers.py").write_text(VERIFIERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    return "own_verifiers"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("first_call", 3, "KeyError: 'anwser'"),
+        pytest.param(
+            *("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0"),
+            marks=pytest.mark.end_to_end,
+        ),
+    ],
+)
+def test_bug_ends_the_run_without_a_restart(
+    tmp_path: Path, verifiers: str, name: str, line: int | None, said: str
+) -> None:
+    config = tiny(tmp_path, environment={"verifier": f"{verifiers}:{name}"})
+    with Launched(config, name) as run:
+        assert run.end() == 1
+        output = run.output()
+        at = "" if line is None else f" ({tmp_path}/own_verifiers.py:{line})"
+        first = f"environment.verifier {verifiers}:{name}: {said}{at}"
+        end = next(each for each in output.splitlines() if each.startswith("areal: error: "))
+        assert end.startswith(f"areal: error: {first}")
+        assert "restart" not in output
+        assert not run.run.summary.exists()
+    for shown in ("prompt:", "completion:"):
+        assert f"    {shown}\n" in output
+    if line is not None:
+        assert f'File "{tmp_path}/own_verifiers.py", line {line}, in {name}' in output
+    if name == "first_call":
+        assert not run.run.logs.exists()  # no process of the run was started

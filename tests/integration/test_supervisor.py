@@ -1,8 +1,5 @@
 """The parent's side, with real processes and real signals."""
 
-from __future__ import annotations
-
-import json
 import os
 import re
 import select
@@ -40,16 +37,13 @@ while not (scratch / "go").exists():
     time.sleep(0.01)
 """
 )
-# Fails at its first `times` starts, then succeeds.
 FLAKY = (
     ADOPT
     + """
-starts = scratch / "starts"
-with starts.open("a") as file:
-    file.write(os.environ["AREAL_ATTEMPT"] + "\\n")
+with (scratch / "starts").open("a") as file:
+    file.write("x")
 print("some talk", flush=True)
-if len(starts.read_text().split()) <= {times}:
-    raise SystemExit("no luck")
+raise SystemExit("no luck")
 """
 )
 
@@ -84,10 +78,6 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-def pids(rig: Rig) -> list[int]:
-    return [json.loads(file.read_text())["pid"] for file in rig.run.ready.glob("*.json")]
-
-
 def launch(**changes: Any) -> LaunchConfig:
     return LaunchConfig(**{"restarts": 0, "start_timeout_s": PATIENCE_S, "stop_timeout_s": PATIENCE_S, **changes})
 
@@ -105,13 +95,6 @@ def gone(pid: int) -> bool:
     return ended
 
 
-def test_returns_when_every_process_has_exited_with_0(rig: Rig) -> None:
-    rig.on_ready = (rig.scratch / "go").touch
-    rig.supervisor(SETTLED + "print(ready.stem, sys.stdin.read() == '', flush=True)", launch(), count=2).run()
-    assert sorted(rig.lines) == [f"role-{i}: role-{i} True" for i in range(2)]
-    assert rig.run.log_file("role", 1).read_text() == "role-1 True\n"
-
-
 def test_process_gets_environment_and_cores_at_its_start_and_is_nice_once_it_is_ready(rig: Rig) -> None:
     """By its own value and by that of its session, where the kernel weighs sessions against each other."""
     rig.on_ready = (rig.scratch / "go").touch
@@ -119,7 +102,7 @@ def test_process_gets_environment_and_cores_at_its_start_and_is_nice_once_it_is_
 group = Path("/proc/self/autogroup")
 print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "-", flush=True)
 """
-    told = "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
+    told = "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'], sys.stdin.read() == '')"
     own, core = os.getpriority(os.PRIO_PROCESS, 0), min(os.sched_getaffinity(0))
     settings = {"nice": own + 3, "cpus": frozenset({core}), "env": lambda index: {"EXTRA": "yes"}}
     rig.supervisor(ADOPT + look + SETTLED.removeprefix(ADOPT) + look + told, launch(), **settings).run()
@@ -127,7 +110,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group
     assert rig.lines == [
         f"role-0: {own} {0 if groups else '-'}",
         f"role-0: {own + 3} {own + 3 if groups else '-'}",
-        f"role-0: {{{core}}} 1 yes",
+        f"role-0: {{{core}}} 1 yes True",
     ]
 
 
@@ -151,20 +134,13 @@ def test_process_whose_ready_file_is_anothers_is_not_ready(rig: Rig) -> None:
     assert rig.ready == []
 
 
-def test_a_failed_process_is_started_again(rig: Rig) -> None:
-    rig.supervisor(FLAKY.format(times=2), launch(restarts=2)).run()
-    starts = (rig.scratch / "starts").read_text().split()
-    assert len(starts) == len(set(starts)) == 3
-    assert "role-0 exited with code 1: restart 2 of 2" in rig.lines
-
-
 def test_error_names_role_code_and_last_log_lines_when_restarts_are_spent(rig: Rig) -> None:
     with pytest.raises(ProcessError, match=r"^role-0 exited with code 1 after 1 restarts; ") as caught:
-        rig.supervisor(FLAKY.format(times=9), launch(restarts=1)).run()
+        rig.supervisor(FLAKY, launch(restarts=1)).run()
     message = str(caught.value)
     assert message.endswith("role-0.log ends: some talk | no luck")  # of the last start only
     assert "\n" not in message
-    assert len((rig.scratch / "starts").read_text().split()) == 2
+    assert (rig.scratch / "starts").read_text() == "xx"
 
 
 def test_a_gang_is_started_again_as_a_whole(rig: Rig) -> None:
@@ -187,13 +163,6 @@ if len((scratch / f"starts-{ready.stem}").read_text().split()) == 1:
     assert len(set(starts[0])) == 2
 
 
-def test_other_processes_end_when_one_has_failed(rig: Rig) -> None:
-    code = READY + "sys.exit(3) if ready.stem == 'role-1' else time.sleep(600)"
-    with pytest.raises(ProcessError, match="role-1 exited with code 3"):
-        rig.supervisor(code, launch(), count=2).run()
-    assert all(gone(pid) for pid in pids(rig))
-
-
 def test_lines_of_a_process_are_forwarded_without_their_format(rig: Rig) -> None:
     code = READY + "from areal_core.launch import logs; logs.start('role')\nlogs.logger.info('talk')"
     forwarded: list[str] = []
@@ -202,18 +171,6 @@ def test_lines_of_a_process_are_forwarded_without_their_format(rig: Rig) -> None
     supervisor.run()
     assert (forwarded, rig.lines) == (["role-3: talk"], [])
     assert rig.run.log_file("role", 3).read_text().endswith("Z INFO role-3 talk\n")
-
-
-def test_a_log_that_fails_leaves_no_process(rig: Rig) -> None:
-    def broken(line: str) -> None:
-        raise BrokenPipeError
-
-    code = READY + "print('talk', flush=True); time.sleep(600)"
-    supervisor = rig.supervisor(code, launch(), count=2)
-    supervisor.log = broken
-    with pytest.raises(BrokenPipeError):
-        supervisor.run()
-    assert all(gone(pid) for pid in pids(rig))
 
 
 LAUNCHER = """
@@ -357,13 +314,13 @@ def test_a_process_that_hangs_is_named_killed_and_started_again(rig: Rig, how: s
     assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are" in told)
 
 
-# Number 1 fails at its first `times` starts.
+# Number 1 fails at its first two starts.
 ONE_FAILS = (
     READY
     + """
 with (scratch / ready.stem).open("a") as file:
     file.write("x")
-if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= {times}:
+if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= 2:
     sys.exit(3)
 time.sleep(600)
 """
@@ -372,7 +329,7 @@ time.sleep(600)
 
 def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_back(rig: Rig) -> None:
     rig.on_ready = lambda: rig.stop.set() if len(rig.lines) == 3 else None  # number 1 was started again twice
-    rig.supervisor(ONE_FAILS.format(times=2), launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
+    rig.supervisor(ONE_FAILS, launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
     first, spent, again = rig.lines
     assert first == "role-1 exited with code 3: restart 1 of 1"
     assert re.match(

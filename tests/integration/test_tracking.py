@@ -1,12 +1,9 @@
 """Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +14,6 @@ from mlflow import MlflowClient
 
 from areal_core.config.schema import load
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.tracking.forwarder import Forwarder
 from areal_core.tracking.mlflow_client import start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
@@ -66,8 +62,9 @@ def client(server: Server) -> MlflowClient:
 class Run:
     """A run's folder, its outbox and its forwarding process."""
 
-    def __init__(self, folder: Path, uri: str, run_id: str, *, flush_timeout_s: float = 60.0) -> None:
-        config = load({"state_dir": str(folder), "tracking": {"flush_timeout_s": flush_timeout_s}})
+    def __init__(self, folder: Path, uri: str, run_id: str) -> None:
+        self.tracking_id = run_id
+        config = load({"state_dir": str(folder)})
         info = RunInfo(run_id="r1", model_path="", checkpoint_url="", tracking_uri=uri, tracking_run_id=run_id)
         self.folder = RunDir.create(config, info)
         self.outbox = Outbox(self.folder.outbox, "r1")
@@ -76,14 +73,6 @@ class Run:
     def forward(self, **environment: str) -> subprocess.Popen[str]:
         command = [sys.executable, *self.command]
         return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
-
-    def forward_here(self) -> bool:
-        """What a forwarding process does, in this one, which has imported MLflow; whether it came to the end."""
-        info, outbox = self.folder.info(), Outbox(self.folder.outbox, "r1")
-        assert info.tracking_uri is not None
-        assert info.tracking_run_id is not None
-        with closing(outbox):
-            return Forwarder(outbox, info.tracking_uri, info.tracking_run_id).run(threading.Event().wait)
 
     def log(self, steps: range) -> None:
         for step in steps:
@@ -97,12 +86,6 @@ def run(server: Server, tmp_path: Path) -> Run:
     return Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}))
 
 
-def tracking_id(run: Run) -> str:
-    run_id = run.folder.info().tracking_run_id
-    assert run_id is not None
-    return run_id
-
-
 def expected(steps: range) -> list[tuple[str, int, float, int]]:
     return [(key, step, step / 7, int((1.7e9 + step) * 1000)) for key in ("loss/policy", "reward") for step in steps]
 
@@ -111,7 +94,7 @@ def expected(steps: range) -> list[tuple[str, int, float, int]]:
 def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> None:
     forwarder = run.forward()
     run.log(range(3000))
-    wait_for(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
+    wait_for(lambda: len(server.held(run.tracking_id)) > 0, "the first points")
     server.kill()  # most likely while a batch is stored
     run.log(range(3000, 3500))
     time.sleep(1.0)  # some attempts fail
@@ -123,7 +106,7 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     _, log = forwarder.communicate(timeout=240)
 
     assert forwarder.returncode == 0, log
-    assert server.held(tracking_id(run)) == expected(range(4000))
+    assert server.held(run.tracking_id) == expected(range(4000))
     assert "points wait" in log
     assert "responds again" in log
 
@@ -138,12 +121,8 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     _, log = forwarder.communicate(timeout=240)
 
     assert forwarder.returncode == 143, log
-    assert client.get_run(tracking_id(run)).info.status == "KILLED"
-    assert len(client.get_metric_history(tracking_id(run), "reward")) == 10
-
-    run.outbox.end("FAILED")  # another forwarder takes over
-    assert run.forward_here()
-    assert client.get_run(tracking_id(run)).info.status == "FAILED"
+    assert client.get_run(run.tracking_id).info.status == "KILLED"
+    assert len(client.get_metric_history(run.tracking_id, "reward")) == 10
 
 
 def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, client: MlflowClient) -> None:

@@ -69,3 +69,5 @@ def test_shards_cover_the_batch_once(data: st.DataObject, ranks: int, seed: int,
     assert held == [(group, place) for group, cost in enumerate(groups) for place in range(len(cost.completions))]
     whose = [{part.group for rank in shares for part in rank[minibatch]} for minibatch in range(minibatches)]
     assert sum(map(len, whose)) == len(set().union(*whose)), "a group is in one minibatch"
+    [alone] = shard(groups, minibatches, 1, seed=seed, step=step)
+    assert whose == [{part.group for part in minibatch} for minibatch in alone], "whatever the number of ranks"

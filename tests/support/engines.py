@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of `trained`
     "zero 2, small micro-batches": {"stage": 2, "capacity": 20},
     "zero 2 by transformers": {"stage": 2, "transformers": True},
     "zero 2 in bfloat16": {"stage": 2, "dtype": "bfloat16"},
-    "zero 3, activations recomputed": {"stage": 3, "checkpoint_activations": True},
+    "zero 3, activations recomputed": {"stage": 3, "checkpoint_activations": True, "temperature": 0.7},
     "zero 3 of Qwen3": {"stage": 3, "spec": QWEN3},
     "zero 3 in bfloat16": {"stage": 3, "dtype": "bfloat16"},
     "zero 2 with an adapter": {"stage": 2, "lora": LORA},
@@ -49,19 +49,21 @@ def made(
     ranks: RankGroup | None = None,
     stage: int | None = None,
     transformers: bool = False,
+    temperature: float = 1.0,
     algorithm: AlgorithmConfig | None = None,
     **fields: Any,
 ) -> PolicyEngine:
     """An engine with its ZeRO stage, or None for the torch engine."""
     training: TrainingConfig = replace(TRAINING, **fields)
+    sampled: dict[str, Any] = {"ranks": ranks or RankGroup(), "temperature": temperature}
     spec, algorithm = run_by_transformers(spec) if transformers else spec, algorithm or AlgorithmConfig()
     if stage is None:
-        return TorchEngine(spec, weights(spec), training, algorithm, ranks=ranks or RankGroup())
+        return TorchEngine(spec, weights(spec), training, algorithm, **sampled)
     from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes seconds
 
     gc.freeze()  # DeepSpeed collects garbage several times an engine, through all that is imported
     training = replace(training, engine="deepspeed", zero_stage=stage)
-    return DeepSpeedEngine(spec, weights(spec), training, algorithm, ranks=ranks or RankGroup())
+    return DeepSpeedEngine(spec, weights(spec), training, algorithm, **sampled)
 
 
 def trained(

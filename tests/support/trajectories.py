@@ -25,7 +25,7 @@ from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.models.verified import weights_digest
-from areal_core.types import GenerationRequest, GroupState, PolicyVersion
+from areal_core.types import GenerationRequest, GroupPayload, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
 from tests.support.runs import Launched, merged, tiny
 
@@ -157,13 +157,13 @@ def check_trajectories(run: Launched, published: PublishedWeights, *, interrupte
         if not (of_version := [text for text in texts if version in text[2]]):
             continue
         recorded = np.concatenate([logprobs[versions == version] for _, _, versions, logprobs in of_version])
-        exact = _logprobs(model, file, of_version, version, torch.float64)
+        exact = logprobs_of(model, file, of_version, version, torch.float64)
         # Weights that are moved so far in a step may amplify rounding: transformers' own shows by how much.
-        rounding = np.abs(_logprobs(model, file, of_version, version) - exact).max()
+        rounding = np.abs(logprobs_of(model, file, of_version, version) - exact).max()
         np.testing.assert_allclose(recorded, exact, atol=_TOLERANCE + 10 * rounding, rtol=0)
         other = files.get(version - 1 if version else 1)
         if other is not None:  # the tolerance tells one version from the next
-            wrong = _logprobs(model, other, of_version[:_TEXTS], version)
+            wrong = logprobs_of(model, other, of_version[:_TEXTS], version)
             assert np.abs(recorded[: len(wrong)] - wrong).max() > 10 * _TOLERANCE
 
 
@@ -191,19 +191,23 @@ def _texts(run: Launched, ledger: TrajectoryLedger) -> list[_Text]:
             oldest = -(-(prompt_index + 1) * size // config.rollout.batch_size) - 1 - config.max_staleness
             assert max(0, oldest) <= payload.versions.min()
             assert payload.versions.max() <= step - 1
-            cuts = np.cumsum(payload.lengths)[:-1]
-            parts = [np.split(array, cuts) for array in (payload.tokens, payload.versions, payload.logprobs)]
-            completions = list(zip(*parts, strict=True))
-            assert all((np.diff(versions) >= 0).all() for _, versions, _ in completions)
-            found += [(payload.prompt_tokens, *completion) for completion in completions]
+            held = completions(payload)
+            assert all((np.diff(versions) >= 0).all() for _, versions, _ in held)
+            found += [(payload.prompt_tokens, *completion) for completion in held]
             prompts.append(prompt_index)
     assert sorted(prompts) == list(range(consumed))
     assert ledger.tokens().accounted == ledger.tokens().consumed == sum(len(text[1]) for text in found)
     return found
 
 
+def completions(payload: GroupPayload) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Tokens, versions and log-probabilities of each."""
+    arrays, cuts = (payload.tokens, payload.versions, payload.logprobs), np.cumsum(payload.lengths)[:-1]
+    return list(zip(*(np.split(array, cuts) for array in arrays), strict=True))
+
+
 @torch.inference_mode()
-def _logprobs(
+def logprobs_of(
     model: Any, file: Path, texts: list[_Text], version: int, dtype: torch.dtype = torch.float32
 ) -> np.ndarray:
     """Of the tokens that `version` sampled, by transformers under the weights in `file`, laid end to end."""

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from areal_core.models.spec import ModelSpec, TransformersModel, weight_shapes, write_config
@@ -63,3 +64,10 @@ def write_transformers_model(folder: Path, kind: str, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     TOKENIZER.save(folder / "tokenizer.json")
     return folder
+
+
+def scores_of_targets(model: torch.nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each token after the first and entropy of its distribution."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    scores = model(ids).logits[0, :-1].div(temperature).log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0], -(scores.exp() * scores).sum(-1)

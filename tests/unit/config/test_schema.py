@@ -1,7 +1,5 @@
 """Fields that only make sense together, and what follows from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -51,10 +49,6 @@ algorithm.behaviour_mask_low=5.0 algorithm.behaviour_mask_high=0.5
     algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5
 algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
-algorithm.objective=standard algorithm.behaviour_mask_low=0.5
-    algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox
-algorithm.objective=cispo algorithm.behaviour_cap=2.0
-    algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav
 environment.verifier=code
     rollout.reward_timeout_s: must be at least 1280 with environment.verifier=code, which may
 training.zero_stage=3
@@ -91,6 +85,14 @@ rollout.pipeline_depth=2.5
     rollout.pipeline_depth: must be at most max_staleness, 2, got 2.5
 algorithm.control=adaptive_kl
     algorithm.kl_coef: must be above 0 with algorithm.control=adaptive_kl, got 0
+tracking.uri=https://me:hunter2@mlflow.example.org
+    tracking.uri: must hold no user or password
+tracking.uri=https://hunter2@mlflow.example.org
+    tracking.uri: must hold no user or password
+storage.url=s3://key:hunter2@bucket/areal
+    storage.url: must hold no user or password
+storage.endpoint_url=http://key:hunter2@127.0.0.1:9000
+    storage.endpoint_url: must hold no user or password; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for
 """  # settings, and what the message begins with
 
 
@@ -100,6 +102,7 @@ def test_a_configuration_that_can_not_work_is_refused_in_one_line(settings: str,
         loaded(settings)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def numbers(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -124,26 +127,6 @@ def test_an_adapter_has_a_rank_and_targets() -> None:
     lora = load({"training": {"lora": {"rank": 8, "alpha": 16, "targets": "q_proj, v_proj"}}}).training.lora
     assert lora.adapter == Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
     assert lora.adapter.scale == 2.0
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"tracking": {"uri": "https://me:hunter2@mlflow.example.org"}}, "tracking.uri: must hold no user or password"),
-        ({"tracking": {"uri": "https://token@mlflow.example.org"}}, "tracking.uri: must hold no user or password"),
-        ({"storage": {"url": "s3://key:hunter2@bucket/areal"}}, "storage.url: must hold no user or password"),
-        (
-            {"storage": {"endpoint_url": "http://key:hunter2@127.0.0.1:9000"}},
-            "storage.endpoint_url: must hold no user or password; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for",
-        ),
-    ],
-)
-def test_credentials_in_an_address_are_refused_and_not_repeated(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(values)
-    assert str(caught.value).startswith(said)
-    assert "hunter2" not in str(caught.value)
-    assert "token@" not in str(caught.value)
 
 
 FOLLOWS = """

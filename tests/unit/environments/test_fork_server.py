@@ -1,7 +1,5 @@
 """Hostile answers, run as Python by the worst of scorers, reach nothing and change no other verdict."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import socket

@@ -80,12 +80,10 @@ def test_bad_data_sets_and_options_are_refused(tokenizer, settings, told):
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        (' "Anna." ', '"Anna."'),
         ("Let me see.\n  Anna.\n", "Anna."),
         ("It is <answer>Ben</answer>, no, <answer> Anna\n</answer> of course.", "Anna"),
         ("<answer>a <answer>b</answer>", "a <answer>b"),
         ("</answer>\n<answer>", "<answer>"),
-        ("<answer>1 2\n3 4</answer>", "1 2\n3 4"),
         (" \n", None),
     ],
 )
@@ -205,11 +203,6 @@ def test_no_other_scorer_evaluates_answers():
     assert found == {*EVALUATING, "number_sorting"}  # the last evaluates the gold answer alone
 
 
-CHEAP = (  # those that evaluated answers, and some that read them in other ways
-    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
-    "simple_integration", "spiral_matrix", "string_insertion", "acre", "fraction_simplification", "graph_color",
-    "game_of_life_halting", "leg_counting", "number_sorting", "rearc", "sudoku", "word_ladder",
-)  # fmt: skip
 NOT_MADE = {"composite"}  # it needs the names of others
 
 
@@ -267,11 +260,6 @@ def check(attacked: Attacked, dataset: str, entry: dict[str, Any]) -> tuple[int,
 
 def test_reasoning_gym_makes_every_data_set_but_one(entries: dict[str, dict[str, Any]]) -> None:
     assert {name for name, entry in entries.items() if "why" in entry} == NOT_MADE
-
-
-@pytest.mark.parametrize("dataset", CHEAP)
-def test_hostile_answers_are_contained(attacked: Attacked, entries: dict[str, dict[str, Any]], dataset: str) -> None:
-    assert check(attacked, dataset, entries[dataset]) == (len(attacked.answers), True)
 
 
 def test_hostile_answers_that_are_executed_change_no_later_verdict(tmp_path: Path) -> None:

@@ -44,21 +44,11 @@ def row(question, answer=1, **fields):
     return {"question": question, "answer": answer, **fields}
 
 
-def asked(source):
-    """The training prompts, in the order of their texts."""
-    return sorted(source.prompt(index).text for index in range(source.report.training.prompts))
-
-
-def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
+def test_held_out_prompts_are_the_first_of_their_file(tokenizer, tmp_path):
     assert [prompt.answer for prompt in opened(tokenizer).held_out()] == ["36", "5"]
     assert [prompt.answer for prompt in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
-
-
-def test_a_benchmark_stays_whole_and_can_be_alone(tokenizer, tmp_path):
-    held_out = write(tmp_path / "test", row("a b"), row("a b"))
-    source = opened(tokenizer, None, held_out)
-    assert len(source.held_out()) == 2
-    assert source.report.training is None
+    alone = opened(tokenizer, None, write(tmp_path / "test", row("a b"), row("a b")))  # a benchmark stays whole
+    assert (len(alone.held_out()), alone.report.training) == (2, None)
 
 
 def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
@@ -96,7 +86,8 @@ TEMPLATES = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_t
 def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, rows, settings, prompts, left_out):
     source = opened(tokenizer, *files(tmp_path, *rows), **settings)
     report = source.report.training
-    assert (asked(source), report.left_out) == (prompts, left_out)
+    assert sorted(source.prompt(index).text for index in range(report.prompts)) == prompts
+    assert report.left_out == left_out
     assert (report.path, report.rows, report.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
 
 

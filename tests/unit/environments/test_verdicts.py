@@ -1,7 +1,5 @@
 """Verdicts of verifiers that return anything, raise, hang or end their process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from decimal import Decimal

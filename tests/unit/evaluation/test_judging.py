@@ -1,7 +1,5 @@
 """Verdicts on many problems at once."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import time
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_core.config.schema import RunConfig, load
+from areal_core.config.schema import load
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import UserCodeError
 from areal_core.evaluation.judging import Judges
@@ -29,11 +27,11 @@ def verify(task: Prompt, text: str) -> Verdict:
 CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
 
 
-def judged(texts: Sequence[Sequence[str]], *, workers: int = 2, config: RunConfig = CONFIG) -> list[Sequence[Verdict]]:
+def judged(texts: Sequence[Sequence[str]], *, workers: int = 2) -> list[Sequence[Verdict]]:
     """Of the completions of as many problems, whose answers are their numbers."""
 
     async def ask() -> list[Sequence[Verdict]]:
-        judges = Judges(config, workers)
+        judges = Judges(CONFIG, workers)
         problems = [
             Prompt(index=i, prompt_id=str(i), text="?", token_ids=(1,), answer=str(i)) for i in range(len(texts))
         ]

@@ -5,8 +5,6 @@ mean accuracy from 0.1 to 0.9. What `benchmarks.interval_coverage` found of all 
 stands in docs/evaluation.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -28,15 +26,11 @@ def verdicts(right: int, wrong: int) -> np.ndarray:
     return np.array([1.0] * right + [0.0] * wrong)
 
 
-def one(correct: int, completions: int, k: int) -> float:
-    return float(pass_at_k(np.array([correct]), np.array([completions]), k)[0])
-
-
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one() -> None:
     for n, k in itertools.product(range(1, 8), range(1, 8)):
         for c in range(n + 1 if k <= n else 0):
             draws = [any(draw) for draw in itertools.combinations([True] * c + [False] * (n - c), k)]
-            assert one(c, n, k) == pytest.approx(sum(draws) / len(draws), abs=1e-15)
+            assert pass_at_k(np.array([c]), np.array([n]), k) == pytest.approx(sum(draws) / len(draws), abs=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Adapters: which layers have one, what it is at first, what merging makes of it, and files that peft reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

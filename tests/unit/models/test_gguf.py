@@ -18,7 +18,12 @@ from tests.support.models import SPEC
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("ab", "c"), ("1", "2"), ("Ã", "©")]
-TOKENS = ["<|end|>", *BYTES, *("".join(merge) for merge in MERGES), "xyz"]  # no merges make the last one
+TOKENS = [
+    "<|end|>",
+    *BYTES,
+    *("".join(merge) for merge in MERGES),
+    "xyz",
+]  # no merges make the last one
 LLAMA = dataclasses.replace(
     SPEC,
     architecture="LlamaForCausalLM",
@@ -34,7 +39,6 @@ LLAMA = dataclasses.replace(
 )
 QWEN2 = dataclasses.replace(LLAMA, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
 QWEN3 = dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=12)
-TYPES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 
 
 def weights_of(spec: ModelSpec) -> dict[str, np.ndarray]:
@@ -70,7 +74,7 @@ def write(file: Path, spec: ModelSpec, kind: str, *, pre: str = "smollm", omit: 
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     for name, value in fields.items():
         writer.add_string(f"{kind}.{name.replace('__', '.')}", str(value))
-    names = gguf.get_tensor_name_map(TYPES[kind], spec.layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], spec.layers)
     for name, array in weights_of(spec).items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None

@@ -1,7 +1,5 @@
 """A version is checked once a machine; what is damaged, torn or mislabelled is refused by every process."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

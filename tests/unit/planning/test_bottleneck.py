@@ -1,7 +1,5 @@
 """What bounded a run, on timelines that were made up so that the bottleneck is known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What fits and what does not, where servers and ranks go, and the one line that says by how much."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Every term against numbers worked out by hand, and the training ones against the bytes of tensors in a real pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -11,11 +9,7 @@ import pytest
 from areal_core.config.schema import RunConfig, load
 from areal_core.models.folders import init_weights
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.footprint import (
-    LOGITS_AT_ONCE,
-    training_pass,
-    training_state,
-)
+from areal_core.planning.footprint import LOGITS_AT_ONCE, training_pass, training_state
 from areal_core.planning.time_model import SPECS
 from areal_core.training.batching.packing import Packed, pack
 from areal_core.training.engines.torch_engine import TorchEngine
@@ -94,15 +88,12 @@ def test_no_pass_makes_more_logits_at_once() -> None:
     assert max(forward._LOGITS_AT_ONCE, forward._LOGITS_AT_ONCE_GPU) == LOGITS_AT_ONCE
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes keep what they keep on a GPU."""
-    monkeypatch.setattr(operations, "compiled_for", lambda device, dtype: None)
-
-
-@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize(("rank", "checkpointed"), [(None, False), (3, False), (3, True)])
-def test_state_pass_and_update_of_the_torch_engine(rank: int | None, checkpointed: bool) -> None:
+def test_state_pass_and_update_of_the_torch_engine(
+    rank: int | None, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without compiled kernels passes keep what they keep on a GPU."""
+    monkeypatch.setattr(operations, "compiled_for", lambda device, dtype: None)
     chosen = config(engine="torch", ranks=1, lora={"rank": rank}, checkpoint_activations=checkpointed)
     engine = TorchEngine(REAL, init_weights(REAL, 0), chosen.training, chosen.algorithm)
     known = (engine.flat, engine.gradient, *engine._frozen.values(), *engine._kept.values())

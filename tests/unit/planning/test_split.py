@@ -1,22 +1,12 @@
 """Advice on how to share devices out, from made-up measurements whose best split is known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from areal_core.config.schema import load
 from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits
-from tests.support.splits import (
-    COMPLETION_S,
-    FIXED_S,
-    GENERATED,
-    TRAINED,
-    config,
-    curves,
-    measured,
-)
+from tests.support.splits import COMPLETION_S, FIXED_S, GENERATED, TRAINED, config, curves, measured
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(2, 6), (4, 4), (5, 3), (7, 1)])

@@ -1,7 +1,5 @@
 """The time model against arithmetic by hand, and model shapes against the parameters that the real models have."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

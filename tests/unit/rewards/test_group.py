@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from areal_core.api.wire import Arrival, join_completions
-from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
-from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import EnvContext, SingleTurn, Verdict, given, sampled, side_by_side
+from areal_core.config.schema import load
+from areal_core.environments.environment import Verdict, given, sampled, side_by_side
+from areal_core.environments.registry import open_environment
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
 from areal_core.types import Outcome, Prompt, SampleRequest, Trajectory
@@ -217,15 +216,9 @@ def unsure(task, text):
 
 
 def scored(*texts):
-    context = EnvContext(
-        environment=EnvironmentConfig(),
-        task=TaskConfig(),
-        algorithm=AlgorithmConfig(),
-        tokenizer=TOKENIZER,
-        dialogue=Dialogue(ChatConfig(), TOKENIZER),
-        verify=unsure,
-    )
-    [group] = advance_all(SingleTurn(context), [served(*map(completion, texts))], n=len(texts))
+    config = load({"environment": {"verifier": f"{__name__}:unsure"}})
+    environment = open_environment(config, TOKENIZER)
+    [group] = advance_all(environment, [served(*map(completion, texts))], n=len(texts))
     return group
 
 

@@ -1,12 +1,15 @@
 """Reward workers of other machines, played by the tests, in the pool of a controller whose own worker is busy."""
 
-from __future__ import annotations
-
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import ClientWebSocketResponse, WSServerHandshakeError, web
@@ -15,8 +18,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from areal_core.api.refusals import refusals
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.config.schema import load
 from areal_core.controller.routes import reward_routes
 from areal_core.errors import (
+    ArealError,
     ConfigError,
     GenerationError,
     RewardError,
@@ -24,13 +29,16 @@ from areal_core.errors import (
     RewardWorkerError,
     SessionLostError,
 )
+from areal_core.launch.process import SPENT
+from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards import pool as pools
 from areal_core.rewards import remote
-from areal_core.rewards import remote as messages
+from areal_core.rewards.host import Host
 from areal_core.rewards.pool import GroupSession, RewardPool
 from areal_core.rewards.remote import Work, decode_outcome, decode_work, encode_outcome, encode_work
 from areal_core.rewards.worker import Arrived
-from areal_core.types import GroupSummary, Outcome, Prompt, SampleRequest
+from areal_core.storage.rundir import RunDir, RunInfo
+from areal_core.types import GroupSummary, Prompt, SampleRequest
 
 LIMIT_S = 30.0
 REQUESTS = (SampleRequest(token_ids=(1,), n=1, max_tokens=1),)
@@ -206,22 +214,6 @@ ARRIVALS = [
 ]
 
 
-def scored(rewards: tuple[float | None, ...] = (0.1 + 0.2, None)) -> ScoredGroup:
-    return ScoredGroup(
-        payload=b"\n\n\0",
-        summary=GroupSummary(
-            lengths=(1, 2),
-            rewards=rewards,
-            tokens=3,
-            min_version=0,
-            max_version=2,
-            outcomes={Outcome.CORRECT: 1, Outcome.INCORRECT: 1},
-            truncated=(True, False),
-            checksums=(1, 2, 2**32 - 1),
-        ),
-    )
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, None], ids=["the first ones", "later ones"])
 def test_work(prompt: Prompt | None) -> None:
     arrived = Arrived(group=9, prompt=prompt, completions=ARRIVALS)
@@ -244,7 +236,43 @@ def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
 
 
 def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "ANSWER_BYTES", 100)
-    outcome = decode_outcome(encode_outcome(scored()))
+    monkeypatch.setattr(remote, "ANSWER_BYTES", 100)
+    summary = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
+    outcome = decode_outcome(encode_outcome(ScoredGroup(payload=bytes(101), summary=summary)))
     assert isinstance(outcome, RewardError)
     assert "bytes, more than the 100 of an answer" in str(outcome)
+
+
+def run_dir(folder: Path, **config: object) -> RunDir:
+    char_tokenizer().save(folder / "tokenizer.json")
+    info = RunInfo(run_id="r", model_path=str(folder), checkpoint_url="/store")
+    return RunDir.create(load({"state_dir": str(folder), **config}), info)
+
+
+def test_errors_of_groups_are_told_and_others_are_this_machines(tmp_path: Path) -> None:
+    arrived = Arrived(group=5, prompt=None, completions=[])
+    host = Host(run_dir(tmp_path), 1, 1)
+
+    def answer(error: ArealError, *, dies: bool = False) -> type:
+        ask = Mock(side_effect=error) if dies else Mock(return_value=error)
+        worker: Any = SimpleNamespace(forgotten=[], ask=ask)
+        told, lost = host._answer(worker, encode_work([4], arrived))
+        assert (worker.forgotten, lost) == ([4], dies)
+        return type(decode_outcome(told))
+
+    assert answer(GenerationError("no body")) is GenerationError
+    assert answer(RewardWorkerError("it died"), dies=True) is RewardWorkerError
+    with pytest.raises(ConfigError, match="no sandbox"):
+        answer(ConfigError("no sandbox here any more"))
+
+
+def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path: Path) -> None:
+    """It is not started again: it would lack it again."""
+    run = run_dir(tmp_path, environment={"name": "elsewhere_alone:Environment"})
+    argv = [sys.executable, "-m", "areal_core.rewards.host", "--run-dir", run.root, "--first", "1", "--workers", "2"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == SPENT
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("areal: error: environment.name: ")
+    assert "elsewhere_alone" in line
+    assert run.ready_info("rewards", 1) is None

@@ -304,13 +304,10 @@ def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[Rewar
     assert f"completion:\n        {text}" in str(verdict.failure)
 
 
-NOWHERE = EnvironmentConfig(verifier="nowhere:verify")
-UNKNOWN = r"^environment\.verifier: nowhere:verify can't be imported"
-
-
 async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
-    with pytest.raises(ConfigError, match=UNKNOWN):
-        await group_pool(environment=NOWHERE).begin(ASKED, apart=True).advance(arrivals(completion("#3")))
+    nowhere = EnvironmentConfig(verifier="nowhere:verify")
+    with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
+        await group_pool(environment=nowhere).begin(ASKED, apart=True).advance(arrivals(completion("#3")))
 
 
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
 """Checkpoints: complete or absent, whatever was cut short or damaged on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ import pytest
 from areal_core.errors import StorageError
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint
-from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import DamagedError, Storage
-from areal_core.storage.parts import read_tensors
+from areal_core.storage.parts import Tensors, read_tensors
 from areal_core.types import FORMAT
 
 
@@ -107,17 +105,13 @@ def test_files_of_another_process_are_part_of_it_if_they_are_there(store: Storag
     assert info.files == {"ledger.sqlite": ledger}
 
 
-def changed_version(manifest: str) -> str:
-    return manifest.replace('"version": 2', '"version": 3')
-
-
 BREAKS: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "half a manifest": lambda folder: rewrite(folder, lambda manifest: manifest[: len(manifest) // 2]),
     "no entries": lambda folder: rewrite(folder, lambda manifest: "{}"),
     "no object": lambda folder: rewrite(folder, lambda manifest: "[]"),
     "nested manifest": lambda folder: rewrite(folder, lambda manifest: "[" * 200_000),
-    "changed manifest": lambda folder: rewrite(folder, changed_version),
+    "changed manifest": lambda folder: rewrite(folder, lambda text: text.replace('"version": 2', '"version": 3')),
     "not shared": lambda folder: (folder.parents[1] / "payloads" / "a.bin").unlink(),
     "file missing": lambda folder: (folder / "model" / "model.safetensors").unlink(),
     "file truncated": lambda folder: (folder / "model" / "model.safetensors").write_text("w"),
@@ -358,30 +352,23 @@ ARRAYS = {
 }
 
 
-class Stored:
-    def __init__(self, folder: Path) -> None:
-        self.store = Storage.open(str(folder / "store"))
-        write_tensors(folder / "x", ARRAYS)
-        checkpoint.save(self.store, 3, {"x.safetensors": folder / "x"}, {})
-        found = checkpoint.newest(self.store)
-        assert found is not None
-        self.info: CheckpointInfo = found
-        self.file = folder / "store" / found.folder / "x.safetensors"
-
-    def read(self, parts: dict[str, tuple[int, int]] | None = None):
-        return read_tensors(self.store, self.info, ("x.safetensors",), parts)
+Stored = tuple[Path, Callable[..., Tensors]]  # a file, and how parts of its tensors are read
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+def stored(store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     monkeypatch.setattr("areal_core.storage.checkpoint.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("areal_core.storage.parts.BLOCK_BYTES", BLOCK)
-    return Stored(tmp_path)
+    write_tensors(tmp_path / "x", ARRAYS)
+    checkpoint.save(store, 3, {"x.safetensors": tmp_path / "x"}, {})
+    found = checkpoint.newest(store)
+    assert found is not None
+    return tmp_path / "store" / found.folder / "x.safetensors", partial(read_tensors, store, found, ("x.safetensors",))
 
 
 @pytest.mark.parametrize("part", [None, (0, 600), (0, 1), (599, 600), (17, 400), (64, 128), (5, 5)])
 def test_parts_are_elements_of_the_flat_tensor(stored: Stored, part: tuple[int, int] | None) -> None:
-    read = stored.read({"a": part, "rng": (0, 0)} if part else None)
+    read = stored[1]({"a": part, "rng": (0, 0)} if part else None)
     assert read.arrays.keys() == ARRAYS.keys()
     expected = ARRAYS if part is None else ARRAYS | {"a": ARRAYS["a"].flatten()[slice(*part)], "rng": ARRAYS["rng"][:0]}
     for name, array in expected.items():
@@ -390,12 +377,13 @@ def test_parts_are_elements_of_the_flat_tensor(stored: Stored, part: tuple[int, 
 
 
 def test_damage_is_found_by_who_reads_it(stored: Stored) -> None:
-    data = bytearray(stored.file.read_bytes())
+    file, read = stored
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1  # of rng, which comes last
-    stored.file.write_bytes(data)
-    stored.read({"rng": (0, 1)})
+    file.write_bytes(data)
+    read({"rng": (0, 1)})
     with pytest.raises(DamagedError, match=r"checkpoints/step-000003\.0/x\.safetensors is damaged: the \d+ bytes from"):
-        stored.read()
-    stored.file.write_bytes(data[:-1])
+        read(None)
+    file.write_bytes(data[:-1])
     with pytest.raises(DamagedError):
-        stored.read()
+        read(None)

@@ -1,7 +1,5 @@
 """Spans survive the process that wrote them, in order, whole."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

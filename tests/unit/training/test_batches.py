@@ -1,7 +1,5 @@
 """The trainer's batch: its partition, where a rank reads trajectories, its layout, the settings that shape it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +23,6 @@ from areal_core.training.batching.partition import (
     allocate_groups,
     cut_minibatches,
     partition,
-    shard,
 )
 from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.engines.engine import TrainingBatch, build_batch
@@ -113,17 +110,6 @@ def test_groups_are_partitioned_by_cost(groups, shares):
     """A rank pays once for the prompt of the completions that it has of a group."""
     found = partition([GroupCost(*group) for group in groups], 2)
     assert [[(part.group, part.completions) for part in share] for share in found] == shares
-
-
-def test_shard_cuts_the_same_minibatches_for_any_number_of_ranks():
-    costs = [GroupCost(1, [cost, cost + 1]) for cost in (5, 80, 20, 35, 60, 10, 15, 40)]
-    alone = shard(costs, 2, 1, seed=3, step=4)
-    both = shard(costs, 2, 2, seed=3, step=4)
-    for minibatch in range(2):
-        parts = both[0][minibatch] + both[1][minibatch]
-        assert sorted({part.group for part in parts}) == [part.group for part in alone[0][minibatch]]
-        assert sum(len(part.completions) for part in parts) == 8
-        assert {part.completions for part in alone[0][minibatch]} == {(0, 1)}
 
 
 def sampled(*lengths: int) -> GroupPayload:
@@ -234,11 +220,9 @@ def test_a_data_server_that_is_started_again_is_waited_for(
         read(copy, controller)
 
 
-GROUP = GroupPayload(
-    prompt_tokens=np.array([7, 8], np.int32),
-    lengths=np.array([3, 1], np.int32),
+GROUP = replace(
+    sampled(3, 1),
     tokens=np.array([10, 11, 1, 12], np.int32),
-    loss_mask=np.ones(4, np.bool_),
     logprobs=np.array([-0.1, -0.2, -0.3, -0.4], np.float32),
     versions=np.array([4, 4, 5, 5], np.int32),
     truncated=np.array([False, True]),

@@ -1,7 +1,5 @@
 """The emulated trainer takes the accelerators' time and leaves the weights alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Model FLOPs of a batch, by hand and against what torch counts of the real passes, and peaks of devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -97,10 +95,8 @@ def test_a_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("NVIDIA A100-SXM4-80GB", (312e12, 19.5e12)),
         ("NVIDIA H100 80GB HBM3", (989e12, 67e12)),
-        *(
-            (name, (None, None))
-            for name in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-        ),
+        ("NVIDIA H100 PCIe", (None, None)),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (None, None)),
     ],
 )
 def test_a_gpu_is_looked_up_by_the_drivers_name(

@@ -1,7 +1,6 @@
 """The forward pass against transformers, with shared prompts, in bfloat16, and as a module."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +9,9 @@ import torch
 from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.model import forward, operations
-from areal_core.training.model.forward import PolicyModule, completion_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import QWEN3, SPEC, weights
+from tests.support.transformers_models import scores_of_targets
 
 LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
 SPECS = [SPEC, LLAMA, QWEN3]
@@ -38,13 +38,6 @@ def by_transformers(spec: ModelSpec) -> torch.nn.Module:
     return model.double()
 
 
-def reference(model: torch.nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each token after the first and entropy of its distribution."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    scores = model(ids).logits[0, :-1].div(temperature).log_softmax(-1)
-    return scores.gather(-1, ids[0, 1:, None])[:, 0], -(scores.exp() * scores).sum(-1)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
 def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
@@ -55,7 +48,7 @@ def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
     model = by_transformers(spec).requires_grad_(False)
     logprobs[packed.source], entropy[packed.source] = (tensor.numpy() for tensor in results)
     for start, length, prompt in zip([0, 4, 11], LENGTHS, PROMPTS, strict=True):
-        expected = reference(model, TOKENS[start : start + length], temperature)
+        expected = scores_of_targets(model, TOKENS[start : start + length], temperature)
         completion = slice(start + prompt, start + length)
         np.testing.assert_allclose(logprobs[completion], expected[0][prompt - 1 :], atol=1e-6)
         np.testing.assert_allclose(entropy[completion], expected[1][prompt - 1 :], atol=1e-6)
@@ -70,7 +63,7 @@ def test_gradients_agree_with_transformers(spec: ModelSpec, dtype: torch.dtype, 
     model = by_transformers(spec)
     starts = np.cumsum(LENGTHS) - LENGTHS
     for start, length, prompt in zip(starts, LENGTHS, PROMPTS, strict=True):
-        logprobs, entropy = reference(model, TOKENS[start : start + length])
+        logprobs, entropy = scores_of_targets(model, TOKENS[start : start + length])
         (logprobs + 0.3 * entropy)[prompt - 1 :].sum().backward()
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights(spec).items()}
     logprobs, entropy = completion_logprobs(spec, leaves, pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2]))
@@ -151,23 +144,3 @@ def test_the_forward_pass_stays_on_the_device(
     for name, leaf in leaves.items():
         assert leaf.grad is not None, name
         assert (leaf.grad.dtype, leaf.grad.device.type) == (dtype, "meta")
-
-
-def module_of(spec: ModelSpec, **options: Any) -> PolicyModule:
-    return PolicyModule(spec, {name: torch.nn.Parameter(tensor) for name, tensor in weights(spec).items()}, **options)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
-def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
-    tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
-    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
-    expected = completion_logprobs(spec, tensors, packed, temperature=0.7)
-    expected[0].sum().backward()
-    module = module_of(spec, temperature=0.7, checkpoint_activations=recompute)
-    logprobs, entropy = module(packed)
-    logprobs.sum().backward()
-    torch.testing.assert_close((logprobs, entropy), expected, rtol=0, atol=0)
-    for name, parameter in module.named_weights.items():
-        assert parameter.grad is not None
-        assert (parameter.grad - tensors[name].grad).norm() <= 1e-5 * tensors[name].grad.norm()

@@ -232,16 +232,12 @@ def test_the_reference_is_version_0_also_after_a_resume():
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lockstep: bool):
     """Every completion is truncated, and those are masked: the step leaves everything as it was."""
-
-    class Engine(TorchEngine):
-        pass
-
-    Engine.lockstep = lockstep
     batch = share(algorithm, minibatches=2)
     nothing = replace(
         batch, loss_mask=np.zeros_like(batch.loss_mask), denominator_terms=np.zeros_like(batch.denominator_terms)
     )
-    one = Engine(SPEC, weights(), TRAINING, algorithm)
+    one = engine(algorithm, training=TRAINING)
+    one.lockstep = lockstep
     before = one.state()
     stats = step(one, nothing)
     assert (stats.updates, stats.loss_tokens, stats.trained_tokens) == (0, 0, 0)

@@ -12,15 +12,7 @@ from areal_core.models.adapters import adapter_shapes
 from areal_core.models.tensorfile import to_bfloat16
 from areal_core.training.engines.torch_engine import TorchEngine
 from tests.support.lora import LORA, form
-from tests.support.training import (
-    SPEC,
-    TRAINING,
-    batch,
-    engine,
-    numbers,
-    train,
-    weights,
-)
+from tests.support.training import SPEC, TRAINING, batch, engine, numbers, train, weights
 
 HALF = replace(TRAINING, dtype="bfloat16")
 ADAPTED = replace(TRAINING, lora=LORA)

@@ -1,7 +1,5 @@
 """What the trainer does beside its steps, and with a checkpoint that is damaged for others."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +22,11 @@ from tests.support.training import batch
 PATIENCE_S = 20.0
 
 
-def trainer(root: Path) -> Trainer:
-    return Trainer(prepare(tiny(root), run_id="r"), 0)
+@pytest.fixture
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
+    monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
+    return Trainer(prepare(tiny(tmp_path), run_id="r"), 0)
 
 
 def sound(step: int) -> TrainingBatch:
@@ -43,7 +44,7 @@ def manifest(step: int) -> BatchManifest:
 
 
 def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 1 is written and hashed once step 2 has trained; version 2 waits for it."""
     done: list[tuple[str, int]] = []
@@ -63,10 +64,7 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
             may_write.set()
         return stats
 
-    controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
-    monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
     monkeypatch.setattr(publisher.weights, "publish", publish)
-    one = trainer(tmp_path)
     learns = one._learn
     monkeypatch.setattr(one, "_learn", learn)
     for step in (1, 2):
@@ -76,11 +74,9 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
     assert done == [("trained", 1), ("trained", 2), ("written", 1), ("written", 2)]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(one: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one due at steps 3, 6 and 9, that of step 3 is written until step 7 has trained."""
-    controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
-    monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
-    one, saved = trainer(tmp_path), list[int]()
+    saved = list[int]()
     monkeypatch.setattr(publisher.Publisher, "checkpoint", lambda self, step, state: saved.append(step))
     monkeypatch.setattr(publisher.Publisher, "saving", property(lambda self: saved == [3] and one.step < 8))
     for step in range(1, 10):
@@ -96,10 +92,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     ],
 )
 def test_resume_skips_a_checkpoint_that_another_rank_finds_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: tuple[list[int], ...], newest: int
+    one: Trainer, monkeypatch: pytest.MonkeyPatch, rank: int, others: tuple[list[int], ...], newest: int
 ) -> None:
     """`others`: what is the largest of the other ranks, at each of the collectives."""
-    one = trainer(tmp_path)
     state = one.engine.state()
     assert one.publisher is not None
     for step in (1, 2):

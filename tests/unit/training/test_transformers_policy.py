@@ -1,7 +1,5 @@
 """Models that transformers' modules run: as transformers says of one sequence at a time, and written as they came."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,13 @@ from areal_core.models.spec import read_spec
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.transformers_policy import TransformersPolicy
 from tests.support.training import SPEC
-from tests.support.transformers_models import KINDS, TOKENIZER, run_by_transformers, write_transformers_model
+from tests.support.transformers_models import (
+    KINDS,
+    TOKENIZER,
+    run_by_transformers,
+    scores_of_targets,
+    write_transformers_model,
+)
 
 # Lengths far apart: a micro-batch of several batches.
 LENGTHS, PROMPTS = np.array([4, 7, 40, 4, 21]), np.array([1, 3, 5, 2, 20])
@@ -35,12 +39,9 @@ def one_at_a_time(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
-    for tokens in np.split(TOKENS.astype(np.int64), np.cumsum(LENGTHS)[:-1]):
-        ids = torch.from_numpy(tokens)
-        with torch.no_grad():
-            scores = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        of_targets = scores.gather(1, ids[1:, None])[:, 0], -(scores.exp() * scores).sum(-1)
-        rows.append(np.pad(torch.stack(of_targets).numpy(), ((0, 0), (1, 0)), constant_values=np.nan))
+    for tokens in np.split(TOKENS, np.cumsum(LENGTHS)[:-1]):
+        of_targets = torch.stack(scores_of_targets(model, tokens, TEMPERATURE)).detach().numpy()
+        rows.append(np.pad(of_targets, ((0, 0), (1, 0)), constant_values=np.nan))
     logprobs, entropies = np.concatenate(rows, axis=1)
     return logprobs, entropies
 
