@@ -88,7 +88,7 @@ def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
 
 
 def works(output: Path) -> bool:
-    return "works " in output.read_text()
+    return "works" in output.read_text()
 
 
 @pytest.mark.recovery
