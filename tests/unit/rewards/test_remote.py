@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ async def connect(pool: RewardPool) -> AsyncIterator[Connect]:
         async def connected(place: int = 1) -> Played:
             return Played(await client.ws_connect(f"/rewards/{place}", max_msg_size=0))
 
+        connected.client = client
         yield connected
         await pool.close()
 
@@ -147,11 +149,8 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     """It comes back with another connection, in the same place."""
     worker = await connect()
     session, working = await suspended(pool, worker)
-    await worker.answers(RewardTimeoutError("too long"))  # this has cost the worker its process
-    with pytest.raises(RewardTimeoutError, match="too long"):
-        await working
-    working = advance(begun(pool))
     waiting = advance(session, b"more")
+    await asyncio.sleep(0)
     await worker.socket.close()
     with pytest.raises(SessionLostError, match="gone with its machine"):
         await working
@@ -161,6 +160,28 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     assert (await worker.works()).arrived.prompt is not None
     await worker.answers(())
     assert await again == ()
+
+
+async def test_a_worker_that_lost_its_process_gets_no_more_work(pool: RewardPool, connect: Connect) -> None:
+    worker = await connect()
+    working, waiting = advance(begun(pool)), advance(begun(pool))
+    await worker.works()
+    await worker.answers(RewardTimeoutError("too long"))
+    with pytest.raises(RewardTimeoutError, match="too long"):
+        await working
+    assert await worker.is_given_up()
+    worker = await connect()
+    await worker.works()
+    await worker.answers(())
+    assert await waiting == ()
+
+
+async def test_what_is_no_worker_takes_no_place(connect: Connect, pool: RewardPool) -> None:
+    assert (await connect.client.get("/rewards/1")).status == 400
+    await connect()
+    await pool.close()
+    with pytest.raises(WSServerHandshakeError, match="503"):
+        await connect(2)
 
 
 async def test_a_place_has_one_worker(connect: Connect) -> None:
@@ -248,3 +269,11 @@ def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.Mon
     outcome = decode_outcome(encode_outcome(scored()))
     assert isinstance(outcome, RewardError)
     assert "bytes, more than the 100 of an answer" in str(outcome)
+
+
+@pytest.mark.parametrize("metrics", [{"\ud800": (1.0,)}, {"a": (2**70,)}], ids=["surrogate", "large"])
+def test_an_outcome_that_can_not_be_encoded_costs_its_group(metrics: dict[str, Any]) -> None:
+    outcome = scored()
+    outcome = decode_outcome(encode_outcome(replace(outcome, summary=replace(outcome.summary, metrics=metrics))))
+    assert isinstance(outcome, RewardError)
+    assert str(outcome).startswith("environment: what it gives can't be sent: ")
