@@ -216,7 +216,9 @@ def test_a_log_that_fails_leaves_no_process(rig: Rig, breaks_at: str) -> None:
 
     ends = "signal.signal(signal.SIGTERM, lambda *_: (print('last words', flush=True), time.sleep(600)));"
     code = READY.replace("process.announce_ready", ends + "process.announce_ready")
-    supervisor = rig.supervisor(code + "print('talk', flush=True); time.sleep(600)", launch(stop_timeout_s=0.5), count=2)
+    supervisor = rig.supervisor(
+        code + "print('talk', flush=True); time.sleep(600)", launch(stop_timeout_s=0.5), count=2
+    )
     supervisor.log, rig.on_ready = broken, ready
     with pytest.raises(BrokenPipeError):
         supervisor.run()
