@@ -30,7 +30,6 @@ def body(tokens: int, *, ended: bool) -> bytes:
     choice = {
         "index": 0,
         "finish_reason": "stop" if ended else "abort",
-        "stop_reason": None,
         "token_ids": ids,
         "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
         "logprobs": {"content": [{"token_id": token, "logprob": -0.6931471824645996} for token in ids]},

@@ -30,6 +30,7 @@ from areal_core.types import GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 _HAND_OVER_S = 10.0  # for the responses of a server that leaves to come in
 _ABORT_AGAIN_S = 1.0
+_LOAD_S = 10.0  # for a load that holds others up, at least
 _LOADS_ALONE = 2  # of a server that joins, before it holds up versions that come faster than it loads them
 Newest = Callable[[], PolicyVersion | None]
 
@@ -319,7 +320,7 @@ class GenerationPool:
     async def _join(self, server: Server, newest: Newest) -> None:
         """`exclusive` is not held while a server loads weights, so that one that is slow, or hangs, holds up no update
         of the others. A version that they have got meanwhile it loads next. One that does not catch up so loads once
-        more with `exclusive` held."""
+        more with `exclusive` held, for about as long as it has taken before."""
         registry = self.registry
         async with registry.exclusive:
             known = next((one for one in registry.at_work if one.name == server.name), None)
@@ -333,14 +334,20 @@ class GenerationPool:
         load = await server.client.load()
         if load.running or load.waiting:  # for a controller that is gone, whose machine could not say so
             await server.client.abort_all()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         for _ in range(_LOADS_ALONE):
             counted = await self._load_target(server, newest)
             async with registry.exclusive:
                 if server.loaded == registry.target:
                     await self._serve(server, counted)
                     return
-        async with registry.exclusive:  # for no longer than its client has patience
-            await self._serve(server, await self._load_target(server, newest))
+        limit_s = max(_LOAD_S, clock() - start)
+        try:
+            async with registry.exclusive, patience(limit_s):
+                await self._serve(server, await self._load_target(server, newest))
+        except TimeoutError:
+            raise ServerLostError(f"{server.name}: it took more than {limit_s:g} s to catch up") from None
 
     async def _serve(self, server: Server, counted: int) -> None:
         self.counters.join(server.name, server.url, counted)

@@ -202,9 +202,9 @@ class Service:
                 for task in background:
                     task.cancel()
         finally:
+            await self.rewards.close()  # whose connections are requests, too
             await runner.cleanup()
             await self.servers.close()
-            await self.rewards.close()
             self.payloads.close()
             self.ledger.close()
 

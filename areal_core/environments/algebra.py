@@ -42,6 +42,7 @@ _NAMED = "sin cos tan cot sec csc sinh cosh tanh coth ln log exp gcd max min arg
 _NAMED += " arcsin:asin arccos:acos arctan:atan arccot:acot"
 GREEK = _GREEK.split()
 _SYMBOLS = {f"\\{name}" for name in [*GREEK, "pi", "infty", "ell", "hbar", "nabla"]}
+_DECORATIONS = {f"\\{name}" for name in ("bar", "overline", "hat", "widehat", "tilde", "dot", "ddot")}
 _ZERO, _DEGREE = ("number", Fraction(0)), ("/", ("pi",), ("number", Fraction(180)))
 _INFINITY = ("symbol", r"\infty")  # nothing is computed with it
 _OF_TWO = {r"\frac": "/", r"\binom": "binom"}
@@ -218,6 +219,8 @@ class _Reader:
             return "root", self._argument(whole=True), degree
         if token in _FUNCTIONS:
             return self._function(_FUNCTIONS[token])
+        if token in _DECORATIONS:
+            return self._symbol(f"{token}{self._argument()}")
         if (len(token) == 1 and token.isalpha()) or token in _SYMBOLS:
             return self._symbol(token)
         raise UnreadableError(token)
@@ -271,7 +274,7 @@ class _Reader:
         return node if exponent is None else ("^", node, exponent)
 
 
-_COMMANDS = {*_SYMBOLS, *_FUNCTIONS, *_OF_TWO, r"\sqrt"}
+_COMMANDS = {*_SYMBOLS, *_DECORATIONS, *_FUNCTIONS, *_OF_TWO, r"\sqrt"}
 
 
 def _tokens(text: str) -> list[str]:

@@ -9,6 +9,7 @@ of each kind whole, counts repeats, and ends the run after too many.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import signal
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from areal_core.config.groups import EnvironmentConfig
-from areal_core.errors import ConfigError, RewardError, RewardTimeoutError, RewardWorkerError, UserCodeError, printable
+from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, UserCodeError, printable
 from areal_core.types import Outcome, Prompt
 
 _TRIES = 2  # of a verifier that raises, for one completion
@@ -62,6 +63,11 @@ Verifier = Callable[[Prompt, str], "float | Verdict"]
 nothing about the completion; after a RewardError the whole group is tried again."""
 
 
+class Apart(functools.partial[Verdict]):
+    """A Verifier that finds each verdict in a process of its own, where a Judge has called the user's verifier. What it
+    raises is not the user's."""
+
+
 def _score(found: Any) -> float:
     said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
     try:
@@ -82,9 +88,11 @@ class Judge:
 
     def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
         """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
-        Raises RewardError and ConfigError where the verifier does."""
+        Raises RewardError where the verifier does, and what an Apart raises."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
+        if isinstance(self._verify, Apart):
+            return self._verify(task, text)
         global _now
         _now = self._name, task, text
         limit(_limit_s)
@@ -101,8 +109,6 @@ class Judge:
                 return Verdict.read(self._verify(task, text))
             except RewardError as error:
                 raise RewardError(str(error)) from error  # a class of the user's may not be known elsewhere
-            except ConfigError:
-                raise
             except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
                 failure = explained(self._name, error, (task, text))
         return Verdict(Outcome.FAILED, None, failure=failure)

@@ -62,8 +62,7 @@ class Evaluator:
                 version=version.version,
                 on_record=lambda _: heartbeat.progressed(),
             )
-            if not collector.over:
-                await self.servers.work_on(collector, version)
+            await self.servers.work_on(collector, version)
             await collector.finished()
             found = records.records
         scores = scored(found)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_judge
-from areal_core.environments.verdicts import Failures, Judge, Verdict
+from areal_core.environments.verdicts import Apart, Failures, Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import judged_apart
@@ -74,4 +74,4 @@ def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdi
 
 @functools.lru_cache(maxsize=2)
 def _judge(config: RunConfig, apart: bool) -> Judge:
-    return open_judge(config, functools.partial(judged_apart, config) if apart else None)
+    return open_judge(config, Apart(judged_apart, config) if apart else None)

@@ -65,6 +65,8 @@ class OwnEngine:
         self._stepping: asyncio.Task[None] | None = None
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
+        if collector.over:
+            return
         if version.version or self._engine.version:  # else it holds the base model
             self._engine.swap(read_version(self._engine, Path(version.path), version.digest), version.version)
         await collector.work(self, 2 * self._slots)
@@ -142,6 +144,7 @@ class OwnServers(_RunServers):
             await asyncio.gather(*(self._work_on(index, collector, version) for index in range(self._count)))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
+        said = ""
         while not collector.over:
             info = self._run.ready_info(self._role, index)
             if info is not None:
@@ -149,7 +152,8 @@ class OwnServers(_RunServers):
                     await self._score(info["url"], collector, version, self._completions)
                     return
                 except ServerLostError as error:
-                    logger.warning("%s", error)
+                    if said != (said := str(error)):
+                        logger.warning("%s", said)
             await asyncio.sleep(_AGAIN_S)
 
 

@@ -285,7 +285,10 @@ class GenerationClient:
             return version
         body = orjson.dumps(dataclasses.asdict(version))
         content = await self._connection.call("POST", f"{self.stager}/stage", body)
-        return dataclasses.replace(version, path=orjson.loads(content)["path"])
+        try:
+            return dataclasses.replace(version, path=orjson.loads(content)["path"])
+        except (ValueError, KeyError, TypeError):
+            raise GenerationError(f"{self.stager}/stage: no path in {content[:200]!r}") from None
 
     async def _check(self, version: PolicyVersion) -> None:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""

@@ -209,7 +209,9 @@ class Standstill:
         found = {file.name: said for file in files if (said := read(file)) is not None}
         before, self._last = self._last, self._last | found
         beating = {name: said for name, said in found.items() if name not in before or before[name].beats != said.beats}
-        still = beating and all(
+        if not beating:  # this look shows nothing
+            return None
+        still = all(
             said.waits_for not in (None, STORE)
             and name in before
             and (before[name].pid, before[name].progress) == (said.pid, said.progress)

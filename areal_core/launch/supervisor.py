@@ -344,13 +344,20 @@ class Supervisor:
             child.process.send(signal.SIGTERM)
         deadline = time.monotonic() + self.launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
+        failure: BaseException | None = None  # of a listener or a log: raised once all have ended
         while left:
             ended = poll(left, max(0.0, deadline - time.monotonic()))
-            if not ended:
-                names = ", ".join(child.process.name for child in left.values())
-                self.log(f"{names} did not end within {self.launch.stop_timeout_s:g} s of SIGTERM: killed")
             for pidfd in ended or list(left):
-                self._reap(left.pop(pidfd))
+                child = left.pop(pidfd)
+                try:
+                    self._reap(child)
+                    if not ended:
+                        said = f"did not end within {self.launch.stop_timeout_s:g} s of SIGTERM: killed"
+                        self.log(f"{child.process.name} {said}")
+                except BaseException as error:  # noqa: BLE001 - the others must end, too
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _reap(self, child: _Member) -> int:
         """Collect it, and end all that it has started. An attempt is of one role, and the processes of its that the

@@ -101,12 +101,13 @@ class Host:
                     max_size=None,
                     proxy=None,
                     ping_interval=SILENT_S / 2,
-                    ping_timeout=SILENT_S,
+                    ping_timeout=_PATIENCE_S,  # a long message holds pings up
                 )
             except (OSError, WebSocketException) as error:
                 if time.monotonic() > deadline:  # a place is free again once its last connection is missed
-                    why = (error.response.body or b"").decode() if isinstance(error, InvalidStatus) else str(error)
-                    raise ProcessError(f"controller: reward worker {place} can't connect: {why}") from error
+                    why = error.response.body or b"" if isinstance(error, InvalidStatus) else str(error).encode()
+                    said = why.decode(errors="replace")[:200]
+                    raise ProcessError(f"controller: reward worker {place} can't connect: {said}") from error
             time.sleep(_RETRY_S)
 
     def _answer(self, worker: WorkerProcess, message: bytes) -> tuple[bytes, bool]:

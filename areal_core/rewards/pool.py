@@ -23,7 +23,7 @@ from aiohttp import web
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
+from areal_core.errors import ArealError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
 from areal_core.rewards.worker import Arrived, WorkerProcess
@@ -75,6 +75,8 @@ class RewardPool:
                 raise _lost()
         try:
             result = await self._asked(worker, message)
+            if isinstance(result, RewardTimeoutError | RewardWorkerError):  # it has lost its process
+                raise result
         except BaseException:  # it hangs, it is dead, or its result is no longer waited for
             self._lose(worker)
             raise
@@ -86,11 +88,15 @@ class RewardPool:
     async def serve(self, place: int, request: web.Request) -> web.WebSocketResponse:
         """Have the worker of another machine with this `place` work until its connection, `request`, ends. Raises
         ValueError for a place that is not the worker's."""
+        if self._closed:
+            raise web.HTTPServiceUnavailable(text=str(_closed()))
         if place < self._here:
             raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
         if place in {worker.place for worker in self._workers}:
             raise ValueError(f"place: {place} is another reward worker's (--first)")
-        socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES)
+        socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES + 1)
+        if not socket.can_prepare(request):
+            raise ValueError("the request must begin a WebSocket")
         worker = RemoteWorker(place, socket)
         self._workers.add(worker)
         try:

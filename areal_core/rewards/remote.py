@@ -84,7 +84,10 @@ def encode_outcome(outcome: Outcome) -> bytes:
         message = _Outcome(error=type(outcome).__name__, says=str(outcome))
     else:
         message = _Outcome(requests=list(outcome))
-    answer = msgspec.msgpack.encode(message)
+    try:
+        answer = msgspec.msgpack.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        return encode_outcome(RewardError(f"environment: what it gives can't be sent: {error}"))
     if len(answer) > ANSWER_BYTES:
         return encode_outcome(
             RewardError(f"the group has {len(answer)} bytes, more than the {ANSWER_BYTES} of an answer")
@@ -146,7 +149,8 @@ class RemoteWorker:
         """Close its connection, at which it begins anew by itself."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(_lost())
-        self._closing = asyncio.ensure_future(self._socket.close())
+        if self._socket.prepared:
+            self._closing = asyncio.ensure_future(self._socket.close())
 
 
 def _lost() -> SessionLostError:

@@ -34,7 +34,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Verdict
+from areal_core.environments.verdicts import Apart, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
@@ -313,5 +313,5 @@ def _failed(failure: str) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
-    verify = functools.partial(judged_apart, config) if apart else None
+    verify = Apart(judged_apart, config) if apart else None
     return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)

@@ -1,5 +1,6 @@
 """The parent's side, with real processes and real signals."""
 
+import json
 import os
 import re
 import select
@@ -171,6 +172,27 @@ def test_lines_of_a_process_are_forwarded_without_their_format(rig: Rig) -> None
     supervisor.run()
     assert (forwarded, rig.lines) == (["role-3: talk"], [])
     assert rig.run.log_file("role", 3).read_text().endswith("Z INFO role-3 talk\n")
+
+
+@pytest.mark.parametrize("breaks_at", ["talk", "last words"])
+def test_a_log_that_fails_leaves_no_process(rig: Rig, breaks_at: str) -> None:
+    def broken(line: str) -> None:
+        if breaks_at in line:
+            raise BrokenPipeError
+
+    def ready() -> None:
+        if len(rig.ready) == 2 and breaks_at != "talk":
+            rig.stop.set()
+
+    ends = "signal.signal(signal.SIGTERM, lambda *_: (print('last words', flush=True), time.sleep(600)));"
+    code = READY.replace("process.announce_ready", ends + "process.announce_ready")
+    supervisor = rig.supervisor(
+        code + "print('talk', flush=True); time.sleep(600)", launch(stop_timeout_s=0.5), count=2
+    )
+    supervisor.log, rig.on_ready = broken, ready
+    with pytest.raises(BrokenPipeError):
+        supervisor.run()
+    assert all(gone(json.loads(file.read_text())["pid"]) for file in rig.run.ready.glob("*.json"))
 
 
 LAUNCHER = """

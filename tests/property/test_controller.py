@@ -24,6 +24,7 @@ from areal_core.errors import (
     RewardTimeoutError,
     RewardWorkerError,
     RunFinished,
+    SessionLostError,
     UserCodeError,
 )
 from areal_core.types import BatchManifest, GenerationRequest, GroupState, PolicyVersion
@@ -256,6 +257,7 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
     ("kind", "said", "dropped"),
     [
         (RewardError, "no result, more than 20%", {"reward_failed": 4}),
+        (SessionLostError, "no result, more than 20%", {"reward_failed": 4}),  # each group loses one again and again
         (RewardTimeoutError, "3 tries in a row", {}),
         (RewardWorkerError, "3 tries in a row", {}),
     ],

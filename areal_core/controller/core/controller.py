@@ -46,6 +46,7 @@ from areal_core.types import (
 )
 
 logger = logging.getLogger(__name__)
+_LOST = 3  # sessions in a row that a group has lost, from which on each costs it a try
 _ABORT_AGAIN_S = 1.0
 
 
@@ -302,12 +303,15 @@ class RolloutController:
 
     async def _scored(self, group: AdmittedGroup, rollouts: Rollouts) -> ScoredGroup | None:
         """The scored group, after as many tries as it takes; None as the run ends. Raises the error of its last try."""
+        lost = 0  # sessions in a row
         while True:
             try:
                 return await rollouts.scored()
-            except SessionLostError:
-                self.ledger.lose_tokens(group.group_id, rollouts.take_refused())
             except (GenerationError, RewardError) as error:
+                lost = lost + 1 if isinstance(error, SessionLostError) else 0
+                if 0 < lost < _LOST:
+                    self.ledger.lose_tokens(group.group_id, rollouts.take_refused())
+                    continue
                 if self._finished is not None:
                     return None
                 tries = self.ledger.failed_try(group.group_id, rollouts.take_refused())

@@ -14,7 +14,7 @@ from areal_core.errors import GenerationError
 from areal_core.types import GenerationRequest
 
 T = TypeVar("T")
-Label = Annotated[str, Meta(pattern=r"^[0-9]+$")]  # of a version: a whole number as text
+Label = Annotated[str, Meta(pattern=r"^[0-9]{1,18}$")]  # of a version: a whole number as text
 _FIELD = re.compile(r"field `(?P<known>\w+)`|at `\$(?:\.\w+)*?\.(?P<at>\w+)(?:\[[^\]]*\])?`$")
 
 
@@ -87,7 +87,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         found = _FIELD.search(str(error))
         raise RequestError(str(error), param=found and found[found.lastgroup or 0]) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
 
 
@@ -99,6 +99,8 @@ def parse_request(body: bytes, *, eos_token_ids: tuple[int, ...], version: str =
         held = f"{MODEL_NAME!r}" + (f" and {version!r}" if version != MODEL_NAME else "")
         raise RequestError(f"the model {asked.model!r:.80} does not exist, this is {held}", param="model", status=404)
     params = asked.sampling_params
+    if 0 < params.temperature < 0.01:  # logits divided by less may overflow
+        raise RequestError("must be 0, or from 0.01 to 100", param="temperature")
     ends = () if params.ignore_eos else eos_token_ids
     return GenerationRequest(
         request_id=asked.request_id,

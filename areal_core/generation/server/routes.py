@@ -331,6 +331,8 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     context = spec.context if arguments.context is None else arguments.context
     if not 2 <= context <= spec.context:
         raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
+    if arguments.slots < 1:
+        raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
     slots, version = arguments.slots, arguments.weight_version
     if arguments.emulate is not None:
         config = load_file(arguments.emulate)
@@ -386,7 +388,7 @@ def main() -> int:
         asyncio.run(_serve(arguments, engine, token))
     except ArealError as error:
         logger.error("%s", error)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -4,6 +4,8 @@ import base64
 import json
 import os
 import pickle
+import struct
+import tracemalloc
 import zlib
 from datetime import date
 from pathlib import Path
@@ -21,8 +23,8 @@ def published(name, field):
     return [json.loads(unit_tests(row[field], row)) for row in rows]
 
 
-def packed(value):
-    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+def packed(value, protocol=None):
+    return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
 FORMS = [json.loads(line) for line in (PUBLISHED / "forms.jsonl").read_text().splitlines()]
@@ -108,6 +110,22 @@ def test_a_pickle_of_anything_but_text_is_refused_and_does_nothing(tmp_path):
         with pytest.raises(ConfigError, match="must hold tests in JSON, compressed or not"):
             unit_tests(packed(value), {})
     assert not payload.folder.exists()
+
+
+def test_every_protocol_of_pickle_is_unpacked():
+    tests = json.dumps([{"input": "\u00e9\u4e2d" * 500, "output": "1"}], ensure_ascii=False)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert json.loads(unit_tests(packed(tests, protocol), {}))["inputs"] == ["\u00e9\u4e2d" * 500]
+
+
+def test_a_pickle_takes_no_more_memory_than_its_text():
+    text = json.dumps([{"input": "1", "output": "1"}]).encode()
+    bomb = b"X" + struct.pack("<I", len(text)) + text + b"r" + struct.pack("<I", 2**21) + b"."
+    tracemalloc.start()
+    unit_tests(base64.b64encode(zlib.compress(bomb)).decode(), {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
 
 
 def test_a_text_that_inflates_without_end_is_refused(monkeypatch):

@@ -11,8 +11,8 @@ import torch
 
 from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments import verdicts
-from areal_core.environments.verdicts import Failures, Judge, Verdict
-from areal_core.errors import RewardError, RewardTimeoutError, UserCodeError, VerifierError
+from areal_core.environments.verdicts import Apart, Failures, Judge, Verdict
+from areal_core.errors import ConfigError, RewardError, RewardTimeoutError, UserCodeError, VerifierError
 from areal_core.types import Outcome, Prompt
 
 TASK = Prompt(index=0, prompt_id="0", text="1+\x1b[2J1=", token_ids=(1,), answer="2")
@@ -110,11 +110,18 @@ class OwnError(RewardError):
         super().__init__(f"{one} {two}")
 
 
-@pytest.mark.parametrize("error", [PanicError("x"), MuteError(), SystemExit(0), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [PanicError("x"), MuteError(), SystemExit(0), KeyboardInterrupt(), ConfigError("x")], ids=repr
+)
 def test_nothing_that_a_verifier_raises_gets_out(error: BaseException) -> None:
     verdict = judged(raising(error))
     assert verdict.outcome is FAILED
     assert str(verdict.failure).startswith(f"environment.verifier own:check: {type(error).__name__}: ")
+
+
+def test_what_a_verdict_apart_raises_gets_out() -> None:
+    with pytest.raises(OSError, match="no memory"):
+        judged(Apart(raising(OSError("no memory to fork"))))
 
 
 @pytest.mark.parametrize("error", [RewardError("1 2"), OwnError(1, 2)])

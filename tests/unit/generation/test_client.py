@@ -230,6 +230,13 @@ async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager
     assert server.updates() == []
 
 
+async def test_a_stager_that_tells_no_path_is_an_error(server, stager, connect):
+    far = await connect(server, token="t", stager=stager.url)
+    stager.broken["/stage"] = 200
+    with pytest.raises(GenerationError, match=r"/stage: no path in b'as it was told'$"):
+        await far.load_version(version(3), "recompute")
+
+
 async def test_server_errors_and_lost_connections_are_lost_servers(server, connect):
     client = await connect(server)
     for status, kind in (

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +23,14 @@ from areal_core.api.wire import encode_request
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.engine import EngineStats
+from areal_core.generation.server import routes
 from areal_core.generation.server.engine_thread import EngineThread
-from areal_core.generation.server.protocol import parse_request
+from areal_core.generation.server.protocol import Abort, Relabel, RequestError, parse, parse_request
 from areal_core.generation.vllm import server
 from areal_core.generation.vllm.server import check_installed, command, environment
 from areal_core.types import GenerationRequest
 from tests.support.live_servers import VLLM_PYTHON, require_vllm
+from tests.support.models import write_tiny
 
 
 def token(*options: object) -> str | None:
@@ -65,6 +68,33 @@ def test_a_file_without_one(tmp_path: Path) -> None:
 def test_a_request_survives_the_wire(changes):
     sent = GenerationRequest(request_id="r", token_ids=(3, 4), n=3, max_tokens=9, seed=2**60, **changes)
     assert parse_request(encode_request(sent), eos_token_ids=(1, 2)) == sent
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "param"),
+    [
+        (b'{"request_ids": ["\xff"]}', Abort, None),
+        (b'{"new_version": "%s"}' % (b"9" * 5000), Relabel, "new_version"),
+        (b'{"token_ids": [3], "sampling_params": {"temperature": 1e-40}}', None, "temperature"),
+    ],
+    ids=["not UTF-8", "long label", "temperature"],
+)
+def test_bodies_that_are_refused(body, kind, param):
+    with pytest.raises(RequestError) as refused:
+        parse(body, kind) if kind else parse_request(body, eos_token_ids=())
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(("options", "field"), [(["--slots", "0"], "--slots"), (["--port", "{port}"], "--port")])
+def test_settings_that_can_not_be_served_end_with_status_2(tmp_path, monkeypatch, caplog, options, field):
+    write_tiny(tmp_path)
+    monkeypatch.setattr(routes.logs, "start", lambda role: None)
+    monkeypatch.setattr(routes.process, "adopt", lambda ready_file: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [option.format(port=taken.getsockname()[1]) for option in options]
+        monkeypatch.setattr("sys.argv", ["routes", "--model", str(tmp_path), "--host", "127.0.0.1", *given])
+        assert routes.main() == 2
+    assert caplog.messages[-1].startswith(f"{field}: ")
 
 
 def test_defaults_are_those_of_vllm():

@@ -164,6 +164,18 @@ def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> 
     )
 
 
+def test_look_between_two_beats_says_nothing(tmp_path: Path) -> None:
+    standstill = Standstill(tmp_path, LAUNCH)
+    for beats in range(12):
+        put(tmp_path, "controller-0", dataclasses.replace(WAITS, beats=beats))
+        told = [standstill.look(1.0) for _ in range(2)]
+    assert told == [None, None]
+    for beats in range(12, 22):
+        put(tmp_path, "controller-0", dataclasses.replace(WAITS, beats=beats))
+        told = [standstill.look(1.0) for _ in range(2)]
+    assert told[0] is not None
+
+
 def test_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store_or_is_silent(tmp_path: Path) -> None:
     put(tmp_path, "controller-0", WAITS)
     assert told(tmp_path, 100, beats=False) is None  # which its own watchdog will find

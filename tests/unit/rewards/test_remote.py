@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,7 @@ async def connect(pool: RewardPool) -> AsyncIterator[Connect]:
         async def connected(place: int = 1) -> Played:
             return Played(await client.ws_connect(f"/rewards/{place}", max_msg_size=0))
 
+        connected.client = client
         yield connected
         await pool.close()
 
@@ -155,11 +157,8 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     """It comes back with another connection, in the same place."""
     worker = await connect()
     session, working = await suspended(pool, worker)
-    await worker.answers(RewardTimeoutError("too long"))  # this has cost the worker its process
-    with pytest.raises(RewardTimeoutError, match="too long"):
-        await working
-    working = advance(begun(pool))
     waiting = advance(session, b"more")
+    await asyncio.sleep(0)
     await worker.socket.close()
     with pytest.raises(SessionLostError, match="gone with its machine"):
         await working
@@ -169,6 +168,28 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     assert (await worker.works()).arrived.prompt is not None
     await worker.answers(())
     assert await again == ()
+
+
+async def test_a_worker_that_lost_its_process_gets_no_more_work(pool: RewardPool, connect: Connect) -> None:
+    worker = await connect()
+    working, waiting = advance(begun(pool)), advance(begun(pool))
+    await worker.works()
+    await worker.answers(RewardTimeoutError("too long"))
+    with pytest.raises(RewardTimeoutError, match="too long"):
+        await working
+    assert await worker.is_given_up()
+    worker = await connect()
+    await worker.works()
+    await worker.answers(())
+    assert await waiting == ()
+
+
+async def test_what_is_no_worker_takes_no_place(connect: Connect, pool: RewardPool) -> None:
+    assert (await connect.client.get("/rewards/1")).status == 400
+    await connect()
+    await pool.close()
+    with pytest.raises(WSServerHandshakeError, match="503"):
+        await connect(2)
 
 
 async def test_a_place_has_one_worker(connect: Connect) -> None:
@@ -236,11 +257,17 @@ def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
 
 
 def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ANSWER_BYTES", 100)
+    monkeypatch.setattr(remote, "ANSWER_BYTES", 1000)
     summary = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
-    outcome = decode_outcome(encode_outcome(ScoredGroup(payload=bytes(101), summary=summary)))
-    assert isinstance(outcome, RewardError)
-    assert "bytes, more than the 100 of an answer" in str(outcome)
+    for payload, metrics, says in (
+        (bytes(1001), {}, "the group has "),
+        (b"", {"\ud800": (1.0,)}, "environment: what it gives can't be sent: "),
+        (b"", {"a": (2**70,)}, "environment: what it gives can't be sent: "),
+    ):
+        scored = ScoredGroup(payload=payload, summary=replace(summary, metrics=metrics))
+        outcome = decode_outcome(encode_outcome(scored))
+        assert isinstance(outcome, RewardError)
+        assert str(outcome).startswith(says)
 
 
 def run_dir(folder: Path, **config: object) -> RunDir:
