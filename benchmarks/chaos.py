@@ -1,9 +1,9 @@
 """Faults by the hundred and the thousand, and what an independent checker finds afterwards.
 
-Processes of real runs are killed and stopped, at random and at every named point; machines lose power; stores, files
-and messages fail, tear, flip, repeat and come late under areal_core's own code. docs/reliability.md tells how, what is
-promised, and what this can't show. `--short` takes a few minutes. A seed repeats what happens in one
-process exactly (objects); of real runs it repeats the choices, not the moments at which they meet the run.
+The benchmark kills and stops processes of real runs, at random and at every named point. It takes power from machines.
+It makes stores, files and messages fail, tear, flip, repeat and come late. docs/reliability.md tells how, what is
+promised, and what this can't show. `--short` takes a few minutes. A seed repeats exactly what happens in one process
+(objects). Of real runs it repeats the choices, not the moments at which they meet the run.
 """
 
 from __future__ import annotations

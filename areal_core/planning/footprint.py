@@ -273,9 +273,10 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
 
 
 def backward_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
-    """Gradients that exist at once in the backward pass of a layer, beyond what has been freed by then: two as wide as
-    the MLP and two as the hidden state, and those of the layer's weights before they are added up, unless they are
-    frozen."""
+    """Numbers of the gradients that the backward pass of a layer holds at once, beyond what it has freed by then.
+
+    For each token: two as wide as the MLP and two as the hidden state. Unless the weights are frozen, also their
+    gradients before these are added up."""
     weights = 0 if frozen else number * layer_parameters(spec)
     return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + weights
 

@@ -1,8 +1,8 @@
 """Objects of an S3 bucket. The only user of fsspec and s3fs; dear to import.
 
-Every request is tried by itself (`Attempt`), neither by botocore nor by s3fs again: of a transfer in parts a part alone
-is repeated, however long the server was away. s3fs repeats whole files, and reads one that is replaced meanwhile half
-and half. Objects carry a checksum of ours, as radosgw and others store none of botocore's.
+Each request is repeated by itself (`Attempt`); botocore and s3fs repeat none. So a transfer repeats only the parts that
+failed, however long the server was away. s3fs would repeat whole files, and would read an object that is replaced
+meanwhile half and half. Objects carry a checksum of ours, as radosgw and others store none of botocore's.
 """
 
 from __future__ import annotations
