@@ -141,19 +141,12 @@ def generation(
 ) -> RoleSpec:
     """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
     settings, per_server = config.generation, config.devices_per_server
-    emulated = ["--emulate", run.root / "config.json"] if config.emulated else []
-
-    def argv(index: int) -> list[str]:
-        where = ("--host", address, "--slots", settings.slots)
-        if known_generation(settings.engine).own_server:
-            sleeps = ["--sleep"] if config.sleeps else []
-            return _vllm(run, config, "generation", index, *where, *sleeps)
-        device = ("--device", config.launch.accelerator)
-        return _embedded(run, config, "generation", index, settings.engine, *where, *device, *emulated)
-
+    where = ("--host", address, "--slots", settings.slots)
     return RoleSpec(
         name="generation",
-        argv=argv,
+        argv=lambda index: _server(
+            run, config, "generation", index, settings.engine, config.launch.accelerator, *where
+        ),
         count=count,
         first=first,
         cpus=cpus,
@@ -167,19 +160,11 @@ def generation(
 def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
     """The evaluator's own servers; on GPUs, on those `after` the ones of servers and ranks. Whatever they have in a
     batch, a version's scores are the same."""
-    evaluation = config.evaluation
+    its, where = config.evaluation, ("--host", LOOPBACK, "--slots", config.evaluation.slots)
     per_server = config.evaluation_devices // max(1, config.evaluation_servers)
-
-    def argv(index: int) -> list[str]:
-        where = ("--host", LOOPBACK, "--slots", evaluation.slots)
-        if known_generation(evaluation.engine).own_server:
-            return _vllm(run, config, EVALUATION, index, *where)
-        device = ("--device", evaluation.accelerator)
-        return _embedded(run, config, EVALUATION, index, evaluation.engine, *where, *device)
-
     return RoleSpec(
         name=EVALUATION,
-        argv=argv,
+        argv=lambda index: _server(run, config, EVALUATION, index, its.engine, its.accelerator, *where),
         count=config.evaluation_servers,
         nice=config.launch.evaluator_nice,
         spare=config.evaluation_servers > 1,
@@ -188,36 +173,33 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
     )
 
 
-def _vllm(run: RunDir, config: RunConfig, role: str, index: int, *options: Any) -> list[str]:
+def _server(
+    run: RunDir, config: RunConfig, role: str, index: int, engine: str, device: str, *options: Any
+) -> list[str]:
+    """The command line of a generation server: of the base model, in the lengths of the task."""
+    served = (
+        *("--model", run.info().model_path, "--port", 0, "--token-file", run.token_file),
+        *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
+        *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
+        *options,
+    )
+    if not known_generation(engine).own_server:
+        return python(
+            "areal_core.generation.server.routes",
+            *served,
+            *("--timeline", run.timeline_file(role, index), "--engine", engine, "--device", device),
+            *(["--emulate", run.root / "config.json"] if config.emulated else []),
+        )
     vllm = config.generation.vllm
     return python(
         "areal_core.generation.vllm.server",
-        *_served(run, config, role, index),
+        *served,
         *("--log-file", run.log_file("vllm" if role == "generation" else f"vllm-{role}", index)),
         *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
         *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
         *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),
         *([] if (rank := config.training.lora.rank) is None else ["--lora-rank", rank]),
-        *options,
-    )
-
-
-def _embedded(run: RunDir, config: RunConfig, role: str, index: int, engine: str, *options: Any) -> list[str]:
-    return python(
-        "areal_core.generation.server.routes",
-        *_served(run, config, role, index),
-        *("--timeline", run.timeline_file(role, index)),
-        *("--engine", engine),
-        *options,
-    )
-
-
-def _served(run: RunDir, config: RunConfig, role: str, index: int) -> tuple[Any, ...]:
-    """What every generation server serves: the base model, in the lengths of the task."""
-    return (
-        *("--model", run.info().model_path, "--port", 0, "--token-file", run.token_file),
-        *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
-        *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
+        *(["--sleep"] if config.sleeps and role == "generation" else []),
     )
 
 
