@@ -12,7 +12,6 @@ the tokens that the servers counted are not those that the ledger accounts for.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import functools
@@ -324,9 +323,7 @@ async def collect_rarely() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run = RunDir(parser.parse_args().run_dir)
+    run = RunDir.of_command_line()
     logs.start("controller")
     process.adopt(run.ready_file("controller"))
     try:

@@ -9,7 +9,6 @@ run's evaluations/.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import time
@@ -111,9 +110,7 @@ async def evaluate(run: RunDir) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run = RunDir(parser.parse_args().run_dir)
+    run = RunDir.of_command_line()
     logs.start("evaluator")
     process.adopt(run.ready_file("evaluator"))
     try:

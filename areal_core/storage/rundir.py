@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -76,6 +77,13 @@ class RunDir:
     outbox = _Below("outbox.sqlite")
     summary = _Below("summary.json")
     superseded = _Below("summary-superseded.json")  # an end that the run goes on after
+
+    @classmethod
+    def of_command_line(cls) -> RunDir:
+        """The folder that the option --run-dir names, for processes that take no other."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--run-dir", type=Path, required=True)
+        return cls(parser.parse_args().run_dir)
 
     @classmethod
     def create(cls, config: RunConfig, info: RunInfo, kind: str = "runs") -> RunDir:

@@ -6,11 +6,9 @@ told to end before. Running it again on a finished run's folder sends what is le
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import sys
-from pathlib import Path
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -25,9 +23,7 @@ def main() -> int:
     from areal_core.tracking.forwarder import Forwarder
     from areal_core.tracking.outbox import Outbox
 
-    parser = argparse.ArgumentParser(prog="python -m areal_core.tracking", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run_dir = RunDir(parser.parse_args().run_dir)
+    run_dir = RunDir.of_command_line()
     logs.start("tracker")
     ready_file = run_dir.ready_file("tracker")
     adopt(ready_file)

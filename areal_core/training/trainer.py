@@ -10,7 +10,6 @@ the ledger has fixed since: on a CPU it makes the same versions again, bit for b
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import time
@@ -293,9 +292,7 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run = RunDir(parser.parse_args().run_dir)
+    run = RunDir.of_command_line()
     rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks sets it
     logs.start("trainer", rank)
     process.adopt(run.ready_file("trainer", rank))

@@ -13,7 +13,6 @@ when it is ended before. areal_core.api.head is their side.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import logging
@@ -257,9 +256,7 @@ async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run = RunDir(parser.parse_args().run_dir)
+    run = RunDir.of_command_line()
     ready_file = run.ready_file("files")
     logs.start("files")
     process.adopt(ready_file)
