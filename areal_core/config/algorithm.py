@@ -25,10 +25,7 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "reinforce": Objective(),
 }
 _IMPORTED = Objective()  # a function that is named by its import path
-CONTROLS = {  # by AlgorithmConfig.control; the classes are in algorithm.control
-    "constant": "the coefficients of the configuration in every step",
-    "adaptive_kl": "kl_coef follows kl_target",
-}
+CONTROLS = ("constant", "adaptive_kl")  # AlgorithmConfig.control; the classes are in algorithm.control
 STEP_COEFFICIENTS = (  # fields that a control may change
     "clip_eps",
     "clip_eps_high",

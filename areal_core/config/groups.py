@@ -117,10 +117,6 @@ class WarmupConfig:
     worked_steps: int = bounded(1200, low=0)
     worked_batch: int = bounded(16, low=1)
     direct_steps: int = bounded(200, low=0)
-    direct_batch: int = bounded(32, low=1)
-    direct_share: float = bounded(0.8, low=0.0, high=1.0)
-    learning_rate: float = bounded(2e-3, above=0.0)  # peak, worked solutions
-    direct_learning_rate: float = bounded(5e-4, above=0.0)  # peak, direct answers; more would undo the first stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,11 +237,8 @@ class EvaluationConfig:
     keep_pages: int | None = bounded(10, low=1)  # of the newest versions, besides the first and the best; None: all
 
     def check(self) -> None:
-        check_name(
-            "evaluation.engine",
-            self.engine,
-            {name: traits for name, traits in GENERATION_ENGINES.items() if not traits.emulates},
-        )
+        compute = [name for name, traits in GENERATION_ENGINES.items() if not traits.emulates]
+        check_name("evaluation.engine", self.engine, compute)
 
 
 @dataclass(frozen=True, kw_only=True)

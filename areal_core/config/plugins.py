@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from areal_core.errors import ConfigError
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _IMPORT_PATH = re.compile(r"\w+(\.\w+)*:\w+")
 
 
-def check_name(field: str, name: str, registered: Mapping[str, object]) -> None:
+def check_name(field: str, name: str, registered: Collection[str]) -> None:
     """Raises ConfigError for a name that is neither registered nor an import path. Imports nothing."""
     if name not in registered and not _IMPORT_PATH.fullmatch(name):
         raise ConfigError(

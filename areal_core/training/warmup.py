@@ -57,8 +57,8 @@ def warm_up(config: RunConfig) -> dict[str, Tensor]:
     spec, its = embedded_spec(config), config.warmup
     weights = {name: tensor.requires_grad_() for name, tensor in init_weights(spec, its.seed).items()}
     stages = {  # steps, sequences in a batch, share of direct completions, peak learning rate
-        "worked": (its.worked_steps, its.worked_batch, 0.0, its.learning_rate),
-        "direct": (its.direct_steps, its.direct_batch, its.direct_share, its.direct_learning_rate),
+        "worked": (its.worked_steps, its.worked_batch, 0.0, 2e-3),
+        "direct": (its.direct_steps, 32, 0.8, 5e-4),  # a higher rate would undo the first stage
     }
     for stage, (steps, batch, share, peak) in stages.items():
         data = recipe.batches(config, steps=steps, batch=batch, direct_share=share, stream=stage)

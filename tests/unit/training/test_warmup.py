@@ -13,7 +13,7 @@ from areal_core.training.warmup import embedded_spec, make_model, warm_up
 SMALL = {
     "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 24},
     "task": {"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 24},
-    "warmup": {"worked_steps": 30, "worked_batch": 8, "direct_steps": 4, "direct_batch": 8},
+    "warmup": {"worked_steps": 30, "worked_batch": 8, "direct_steps": 4},
 }
 
 
@@ -76,7 +76,7 @@ def test_the_model_is_a_folder_that_transformers_loads(tmp_path):
 
 DECIDES = {
     "model.hidden_size": 32, "model.context": 200, "task.max_operations": 2, "task.length_decay": 0.5,
-    "warmup.seed": 9, "warmup.direct_share": 0.9, "warmup.learning_rate": 1e-3, "warmup.direct_learning_rate": 1e-3,
+    "warmup.seed": 9, "warmup.worked_batch": 4, "warmup.direct_steps": 2,
 }  # fmt: skip
 OTHERS = {"seed": 9, "training.steps": 3, "task.max_new_tokens": 30, "task.held_out": 7}
 
