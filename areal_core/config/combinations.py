@@ -30,11 +30,12 @@ def check(config: RunConfig) -> None:
     _check_lora(config)
     _check_mode(config)
     _check_evaluation(config)
+    servers = config.generation_servers
     if config.emulated:
-        _check_emulated(config)
+        _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
     if config.launch.accelerator == "cuda":
-        servers = config.generation_servers * config.devices_per_server
-        _check_devices(config, servers, f"({servers} GPUs generate")
+        gpus = servers * config.devices_per_server
+        _check_devices(config, gpus, f"({gpus} GPUs generate")
     _check_hosts(config)
 
 
@@ -131,11 +132,6 @@ def _check_evaluation(config: RunConfig) -> None:
     why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared
     require(own, "evaluation.accelerator", f"cpu with {why}", evaluation.accelerator)
-
-
-def _check_emulated(config: RunConfig) -> None:
-    servers = config.generation_servers
-    _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
 
 
 def _check_devices(config: RunConfig, generating: int, who: str) -> None:
