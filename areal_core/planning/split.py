@@ -13,7 +13,6 @@ group is consumed. The efficiency is what the run made of its own split.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.outbox import curves_of
 
 Floats = Sequence[float] | NDArray[np.float64]
 Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
@@ -183,11 +182,7 @@ def splits_of_run(run: RunDir) -> list[Split]:
         config, run_id = run.config(), run.info().run_id
     except FileNotFoundError:
         raise ConfigError(f"run: there is none in {run.root}") from None
-    curves: Curves = {}
-    if run.outbox.exists():
-        with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
-            curves = outbox.history()
-    measured = rates(config, curves)
+    measured = rates(config, curves_of(run.outbox, run_id))
     if measured is None:
         raise ConfigError(
             f"run: {run_id} says nothing of a split; it takes a run whose servers and ranks have devices of their own "

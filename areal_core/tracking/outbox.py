@@ -230,5 +230,13 @@ class Outbox:
             return cursor.fetchall()
 
 
+def curves_of(path: Path, run: str) -> dict[str, list[tuple[int, float]]]:
+    """The history of a run, which may have failed before it had an outbox."""
+    if not path.exists():
+        return {}
+    with closing(Outbox(path, run)) as outbox:
+        return outbox.history()
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from areal_core.errors import ArealError, one_line
 from areal_core.run import launcher as core
 from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.outbox import curves_of
 from areal_core.types import RunStatus, RunSummary
 from flows.comparison.design import Trial, differences
 
@@ -66,7 +65,7 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
         trial=trial,
         summary=summary,
         failure=failure,
-        curves=_curves(run, trial.run_id),
+        curves=curves_of(run.outbox, trial.run_id),
     )
 
 
@@ -81,10 +80,3 @@ def _not_as_planned(trial: Trial, run: RunDir) -> str | None:
         if not re.fullmatch(_MAY_DIFFER, name):
             return f"{name}: must be {planned!r} as planned, got {known!r} from the finished run {trial.run_id}"
     return None
-
-
-def _curves(run: RunDir, run_id: str) -> Curves:
-    if not run.outbox.exists():  # it failed before it started
-        return {}
-    with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
-        return outbox.history()
