@@ -27,7 +27,6 @@ from prefect.states import Cancelled, Failed
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.run import launcher as core
 from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.on_nodes import run_on_nodes
@@ -90,6 +89,6 @@ def _run(config: RunConfig, given: Mapping[str, Any], log: Callable[[str], None]
             return run_on_nodes(config, given, progress, log)
         # The same id in every attempt of this flow run, hence Prefect's "Retry" resumes.
         run_dir = opened(config, f"{config.label}-{flow_run.id[-12:]}", progress)
-        summary = core.read_summary(run_dir) if run_dir.summary.exists() else run_roles(run_dir, progress, log)
+        summary = run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary

@@ -122,10 +122,7 @@ def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notic
             core.run_folder(config, run_id).keep_token(known.token)
         run_dir = opened(config, run_id, progress, known_by)
         try:
-            if run_dir.summary.exists():
-                summary = core.read_summary(run_dir)
-            else:
-                summary = run_roles(run_dir, progress, log, on_look=_Looks(run_dir, log, notice))
+            summary = run_roles(run_dir, progress, log, on_look=_Looks(run_dir, log, notice))
         finally:
             _keep(run_dir, config, log)
     report(summary, run_dir)

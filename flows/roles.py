@@ -47,7 +47,9 @@ def run_roles(
     on_look: Callable[[core.Run], None] = lambda _: None,
 ) -> RunSummary:
     """All roles of a prepared run, to its end; `on_look` is called with it every two seconds. Raises CancelUnheard, and
-    the run's first failure."""
+    the run's first failure. A run that has ended before says what it said then."""
+    if run_dir.summary.exists():
+        return core.read_summary(run_dir)
     run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
     try:
         roles = [supervise.with_options(name=role).submit(run, role) for role in _ROLES]

@@ -318,7 +318,6 @@ def execute(
     config: RunConfig,
     *,
     run_id: str | None = None,
-    flow_run_id: str | None = None,
     tags: Mapping[str, str] | None = None,
     log: Log = print,
     on_status: Callable[[RunStatus], None] | None = None,
@@ -328,7 +327,7 @@ def execute(
     Raises what `prepare` raises, and the run's first failure. An exception raised into the calling thread, such as
     KeyboardInterrupt, stops the run before it goes on its way.
     """
-    run_dir = prepare(config, run_id=run_id, flow_run_id=flow_run_id, tags=tags, log=log)
+    run_dir = prepare(config, run_id=run_id, tags=tags, log=log)
     if run_dir.summary.exists():
         return read_summary(run_dir)
     run = Run(run_dir, log=log)

@@ -25,7 +25,6 @@ import hashlib
 import hmac
 import logging
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import logs, process
+from areal_core.launch import children, logs, process
 from areal_core.storage.rundir import RunDir
 from areal_core.training.distributed.ranks import ADDRESS, RENDEZVOUS
 
@@ -127,11 +126,8 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
 
 def _described(error: ChildFailedError) -> str:
     """Which ranks ended how, on one line."""
-    ends = (
-        f"rank {rank} {f'was killed by {signal.Signals(-code).name}' if code < 0 else f'exited with code {code}'}"
-        for rank, code in sorted((rank, failure.exitcode) for rank, failure in error.failures.items())
-    )
-    return "; ".join(ends)
+    codes = sorted((rank, failure.exitcode) for rank, failure in error.failures.items())
+    return "; ".join(f"rank {rank} {children.how_it_ended(code)}" for rank, code in codes)
 
 
 class OpenRendezvous:
