@@ -180,9 +180,8 @@ def serve(owner: Owner, report: int) -> int:
         say({"error": str(error), "user": isinstance(error, ConfigError)})
         return 1
 
-    busy = "this checkout already runs a stack; `make down` ends what `make up` started"
     try:
-        with FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy), Services(cwd=ROOT, logs=LOGS) as services:
+        with _lock(), Services(cwd=ROOT, logs=LOGS) as services:
             try:
                 if owner != "up":
                     process.adopt()
@@ -238,6 +237,12 @@ def _mlflow_argv(port: int) -> list[str]:
     # Not through the server: so `python -m areal_core`, which opens the same database, can write artifacts as well.
     artifacts = ["--no-serve-artifacts", "--default-artifact-root", f"file://{folder}/artifacts"]
     return [*argv, "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *artifacts]
+
+
+def _lock() -> FileLock:
+    """The lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
+    busy = "this checkout already runs a stack; `make down` ends what `make up` started"
+    return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
 def _port(variable: str, default: int) -> int:
