@@ -137,6 +137,14 @@ async def test_after_a_failure_the_environment_begins_again_with_the_first_compl
         assert rollouts.sampled() == Tally(tokens=6)
 
 
+async def test_a_run_that_ends_leaves_completions_unfinished() -> None:
+    async with begun(()) as (servers, rollouts, _, scoring):
+        await servers.complete("g", 1, last=True)
+        assert await scoring is None
+        assert not rollouts.complete
+        assert rollouts.sampled() == Tally(tokens=2)
+
+
 async def test_an_environment_that_waits_for_nothing_is_named() -> None:
     async with begun(()) as (servers, _, _, scoring):
         await servers.complete("g", 0, 1, 2, last=True)
