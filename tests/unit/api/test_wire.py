@@ -105,6 +105,7 @@ def test_a_request_says_all_that_sampling_depends_on():
         encode(logprobs=None),
         encode(weight_versions=None),
         encode(weight_versions=[{"version": "3", "start": 0, "end": 3}]),
+        encode(weight_versions=[{"version": "3", "start": 0, "end": 5}]),
         encode(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
         encode(logprobs={"content": [{"token_id": 1, "logprob": -1.0}]}),
         encode(logprobs={"content": [{"token_id": 1, "logprob": None}] * 4}),

@@ -294,8 +294,10 @@ def test_what_nobody_lists_is_left_over(store: Storage, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["file gone", "manifest torn", "found damaged", "being replaced"])
 def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage, tmp_path: Path, damage: str) -> None:
     save(store, tmp_path, 1)
+    save(store, tmp_path, 2)
     info = checkpoint.newest(store)
     assert info is not None
+    store.delete("checkpoints/step-000001.0/model")
     if damage == "file gone":
         store.delete(f"{info.folder}/model")
     elif damage == "manifest torn":
@@ -304,9 +306,9 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
         checkpoint.set_aside(store, info, "damaged")
     else:
         with pytest.raises(StorageError, match="can't read"):
-            checkpoint.save(store, 1, {"model": tmp_path / "absent"}, {})
+            checkpoint.save(store, 2, {"model": tmp_path / "absent"}, {})
 
-    refused = r"of 1 checkpoints none is whole: put back what is missing, or start the run under another id$"
+    refused = r"of 2 checkpoints none is whole: put back what is missing, or start the run under another id$"
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest(store)
     assert checkpoint.leftovers(store, 9) == {}  # what is left of them may be all that is left

@@ -60,6 +60,7 @@ class Servers:
             await self.ends[name]
         except asyncio.CancelledError:
             self.cancelled.append(name)
+            await turns()  # until its server has ended it
             pending.take([index := pending.unfinished()[0]], receive(body([((4,), "abort")], 0)))
             assert index in pending.unfinished()
             raise
