@@ -102,16 +102,17 @@ def _normalised(rewards: Float64Array, axis: int | None, weights: Float64Array |
 def _centred(rewards: Float64Array, axis: int | None, weights: Float64Array | None = None) -> Float64Array:
     """r - mean, 0 without a reward, and exactly 0 where all rewards are equal."""
     there = ~np.isnan(rewards)
-    mean = _mean(np.where(there, rewards, 0.0), there, axis, weights)
+    mean = _mean(rewards, there, axis, weights)
     return np.where(there & ~_constant(rewards, axis), rewards - mean, 0.0)
 
 
 def _mean(
     values: Float64Array, there: NDArray[np.bool_], axis: int | None, weights: Float64Array | None
 ) -> Float64Array:
-    """Along `axis`, of the values that are there, the others being 0; by weight, all of them 1 by default."""
-    of_each = np.where(there, 1.0 if weights is None else weights, 0.0)
-    return (values * of_each).sum(axis=axis, keepdims=True) / np.maximum(of_each.sum(axis=axis, keepdims=True), 1.0)
+    """Along `axis`, of the values that are there; by weight, all of them 1 by default. 0 where none is."""
+    weights = np.ones_like(values) if weights is None else weights
+    total = np.sum(weights, axis=axis, where=there, keepdims=True)
+    return np.sum(values * weights, axis=axis, where=there, keepdims=True) / np.maximum(total, 1.0)
 
 
 def _constant(rewards: Float64Array, axis: int | None) -> NDArray[np.bool_]:

@@ -166,7 +166,7 @@ def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) ->
 
 def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
     """Spans of equal versions as (version, start, end), end exclusive."""
-    if len(versions) == 0:
+    if not len(versions):
         return []
     values = versions.tolist()
     if values.count(values[0]) == len(values):  # nearly always

@@ -12,8 +12,9 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ from areal_core.tracking.pages import NOTE
 _TAGGED_PACKAGES = ("areal-flows", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
-    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch|provision)\..*|state_dir"
-    r"|storage\.(patience|lease)_s|environment\.max_no_result"
+    *(f"training.{name}" for name in ("steps", "engine", "zero_stage", "ranks", "hosts", "collective_timeout_s")),
+    *("stop.*", "health.*", "launch.*", "provision.*", "state_dir"),
+    *("storage.patience_s", "storage.lease_s", "environment.max_no_result"),
 )
-_FILES = r"model\.path|task\.(path|held_out_path)"
-_MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
+_MAY_MOVE = (*_MAY_CHANGE, "model.path", "task.path", "task.held_out_path", "storage.*", "tracking.*")  # elsewhere
 
 
 def prepare(
@@ -190,13 +191,12 @@ def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
         )
 
 
-def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) -> None:
+def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: Sequence[str]) -> None:
     """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
     new = dict(leaves(now.to_dict()))
     for name, old in leaves(before):
-        if new.get(name) != old and not re.fullmatch(may_change, name):
+        if new.get(name) != old and not any(fnmatchcase(name, pattern) for pattern in may_change):
             raise ConfigError(
                 f"{name}: must be {old!r} as when this run was started, got {new.get(name)!r}; "
-                "a resumed run may only change launch, stop, and of training engine, zero_stage, ranks, hosts, steps "
-                "and collective_timeout_s"
+                f"a resumed run may only change {', '.join(may_change)}"
             )

@@ -101,7 +101,8 @@ def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, af
 def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
     """The host of `count` reward workers of this machine, in the run's places from `first` on."""
     where = ("--run-dir", run.root, "--first", first, "--workers", count)
-    return RoleSpec(name="rewards", argv=lambda _: python("areal_core.rewards.host", *where), first=first, exits=False)
+    argv = python("areal_core.rewards.host", *where)
+    return RoleSpec(name="rewards", argv=lambda _: argv, first=first, final=SPENT, exits=False)
 
 
 def visible_gpus() -> list[str]:

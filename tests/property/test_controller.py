@@ -380,6 +380,33 @@ def test_a_completion_that_can_not_be_read_is_generated_again(unreadable):
     assert ledger.dropped() == {}
 
 
+def test_what_an_environment_leaves_unread_is_lost_to_the_token():
+    """It ends with the first completion of a group: what the others have sampled until then is lost."""
+    _, rng, engine, ledger, controller = build(6, steps=5, eta=1, right=0.5)
+    controller.rewards.early = True
+    run_virtual(train(controller, rng, 5))
+    check_tokens(engine, ledger)
+    assert engine.cut_off > 0
+    assert ledger.tokens().dropped > 0
+
+
+def test_a_group_whose_sessions_are_lost_again_and_again_spends_tries_from_the_third_on():
+    """Another failure in between makes two lost ones free again."""
+    _, _, _, ledger, controller = build(1, steps=5, eta=0, batch=2)
+    lost, broken = SessionLostError("it is gone"), RewardError("it broke")
+    failures = [lost, lost, broken, lost, lost, lost, lost]  # the third, the sixth and the seventh cost a try
+
+    async def score(*_):
+        raise failures.pop(0)
+
+    controller.rewards.score = score
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(controller.run())
+    assert caught.group_contains(SessionLostError, match="it is gone")
+    assert failures == []
+    assert ledger.dropped() == {"reward_failed": 1}
+
+
 def test_slow_verifiers_keep_no_server_idle_and_what_they_score_at_the_end_is_in_flight():
     _, _, engine, ledger, controller = build(4, steps=50, eta=5)
     engine.capacity = 8

@@ -168,10 +168,8 @@ class RolloutController:
                         return manifest
                     if self._finished is not None:
                         raise RunFinished(self._finished)
-                    admitted = self.ledger.admitted
                     manifest = self.ledger.fix_batch(step, self._selection)
-                    if self.ledger.admitted != admitted:  # stale groups were dropped: there is room again
-                        self.freed.notify()
+                    self.freed.notify()  # stale groups may have been dropped: there is room again
                     if manifest:
                         return manifest
                     await self._changed.wait()

@@ -105,6 +105,7 @@ def test_a_request_says_all_that_sampling_depends_on():
         encode(logprobs=None),
         encode(weight_versions=None),
         encode(weight_versions=[{"version": "3", "start": 0, "end": 3}]),
+        encode(weight_versions=[{"version": "3", "start": 0, "end": 5}]),
         encode(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
         encode(logprobs={"content": [{"token_id": 1, "logprob": -1.0}]}),
         encode(logprobs={"content": [{"token_id": 1, "logprob": None}] * 4}),
@@ -158,6 +159,9 @@ def test_a_continuation_asks_for_the_rest():
     take(pending, [0], body(([6], "abort")))
     third = pending.continuation(0)
     assert (third.request_id, request_of(third).token_ids, third.max_tokens) == ("r-0-3", (7, 8, 9, 4, 5, 6), 3)
+    take(pending, [0], body(([4, 2], "stop")))
+    take(pending, [1], body(([3], "length")))
+    assert joined(pending) == [([4, 5, 6, 4, 2], "stop"), ([3], "length")]
 
 
 def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():

@@ -38,6 +38,7 @@ from areal_core.rewards.host import Host
 from areal_core.rewards.pool import GroupSession, RewardPool
 from areal_core.rewards.remote import Work, decode_outcome, decode_work, encode_outcome, encode_work
 from areal_core.rewards.worker import Arrived
+from areal_core.run.roles import remote_rewards
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import GroupSummary, Prompt, SampleRequest
 
@@ -298,7 +299,7 @@ def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path
     run = run_dir(tmp_path, environment={"name": "elsewhere_alone:Environment"})
     argv = [sys.executable, "-m", "areal_core.rewards.host", "--run-dir", run.root, "--first", "1", "--workers", "2"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == SPENT
+    assert ended.returncode == remote_rewards(run, first=1, count=2).final == SPENT
     [line] = ended.stderr.splitlines()
     assert line.startswith("areal: error: environment.name: ")
     assert "elsewhere_alone" in line

@@ -247,6 +247,7 @@ def test_the_work_of_a_later_launcher_is_newer_whatever_its_step(store: Storage,
     save(store, tmp_path, 10, number=1)
     save(store, tmp_path, 4, number=2)
     save(store, tmp_path, 20, number=1)  # it does not know yet that it has lost the run
+    store.put_bytes("payloads/1/late.bin", b"x")
     info = checkpoint.newest(store)
     assert info is not None
     assert (info.step, info.number) == (4, 2)
@@ -254,9 +255,11 @@ def test_the_work_of_a_later_launcher_is_newer_whatever_its_step(store: Storage,
     assert len(folders(store)) == 3
     assert checkpoint.prune(store, 1, number=2) == 4
     assert folders(store) == {"step-000004.2", "step-000020.1"}  # of which its manifest knows nothing
+    assert list(store.list("payloads")) == ["payloads/1/late.bin"]
     save(store, tmp_path, 5, number=2)
     assert checkpoint.prune(store, 1, number=2) == 5
     assert folders(store) == {"step-000005.2"}
+    assert list(store.list("payloads")) == []
 
 
 def test_a_launcher_deletes_what_is_its_own_or_superseded(store: Storage, tmp_path: Path) -> None:
@@ -294,8 +297,10 @@ def test_what_nobody_lists_is_left_over(store: Storage, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["file gone", "manifest torn", "found damaged", "being replaced"])
 def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage, tmp_path: Path, damage: str) -> None:
     save(store, tmp_path, 1)
+    save(store, tmp_path, 2)
     info = checkpoint.newest(store)
     assert info is not None
+    store.delete("checkpoints/step-000001.0/model")
     if damage == "file gone":
         store.delete(f"{info.folder}/model")
     elif damage == "manifest torn":
@@ -304,9 +309,9 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
         checkpoint.set_aside(store, info, "damaged")
     else:
         with pytest.raises(StorageError, match="can't read"):
-            checkpoint.save(store, 1, {"model": tmp_path / "absent"}, {})
+            checkpoint.save(store, 2, {"model": tmp_path / "absent"}, {})
 
-    refused = r"of 1 checkpoints none is whole: put back what is missing, or start the run under another id$"
+    refused = r"of 2 checkpoints none is whole: put back what is missing, or start the run under another id$"
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest(store)
     assert checkpoint.leftovers(store, 9) == {}  # what is left of them may be all that is left

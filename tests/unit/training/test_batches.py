@@ -102,6 +102,8 @@ def test_minibatches_are_keyed_by_seed_and_step():
         ([(0, [501, 501]), (0, [500, 498])], [[(0, (0, 1))], [(1, (0, 1))]]),
         # The dearest is placed first, its prompt included.
         ([(3, [2]), (0, [4]), (0, [3])], [[(0, (0,))], [(1, (0,)), (2, (0,))]]),
+        # The prompt of completions that cost nothing is not paid: they are placed last, on the rank with the fewest.
+        ([(9, [0]), (0, [4]), (0, [3, 2])], [[(2, (0, 1))], [(0, (0,)), (1, (0,))]]),
         # Completions that cost nothing go with their group, or to the rank with the fewest.
         ([(5, [9, 0, 0]), (5, [0, 0]), (5, [0])], [[(0, (0, 1, 2))], [(1, (0, 1)), (2, (0,))]]),
     ],

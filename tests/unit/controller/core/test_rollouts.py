@@ -60,6 +60,7 @@ class Servers:
             await self.ends[name]
         except asyncio.CancelledError:
             self.cancelled.append(name)
+            await turns()  # until its server has ended it
             pending.take([index := pending.unfinished()[0]], receive(body([((4,), "abort")], 0)))
             assert index in pending.unfinished()
             raise
@@ -135,6 +136,14 @@ async def test_after_a_failure_the_environment_begins_again_with_the_first_compl
         assert await scoring is SCORED
         assert session.seen == [[(0, 0)], [(0, 1)], [(0, 0), (0, 1)], [(0, 2)]]
         assert rollouts.sampled() == Tally(tokens=6)
+
+
+async def test_a_run_that_ends_leaves_completions_unfinished() -> None:
+    async with begun(()) as (servers, rollouts, _, scoring):
+        await servers.complete("g", 1, last=True)
+        assert await scoring is None
+        assert not rollouts.complete
+        assert rollouts.sampled() == Tally(tokens=2)
 
 
 async def test_an_environment_that_waits_for_nothing_is_named() -> None:
