@@ -19,18 +19,11 @@ from flows.compose import compose
 _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
 
 
-PLANNED = {
-    "gpu-shared": "1.5b",
-    "paper-small": "1.5b",
-    "paper-1.5b-math": "1.5b",
-    "paper-1.5b-math-sync": "1.5b",
-    "paper-7b-math": "7b",
-    "paper-7b-math-sync": "7b",
-    "paper-14b-code": "14b",
-    "paper-14b-code-sync": "14b",
-    "paper-32b-code": "32b",
-    "paper-32b-code-sync": "32b",
-}  # experiment -> the largest model that it is meant for
+_PAPER = {"1.5b-math": "1.5b", "7b-math": "7b", "14b-code": "14b", "32b-code": "32b"}
+PLANNED = {  # experiment -> the largest model that it is meant for
+    **{"gpu-shared": "1.5b", "paper-small": "1.5b"},
+    **{f"paper-{name}{mode}": model for name, model in _PAPER.items() for mode in ("", "-sync")},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,12 +21,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.algorithm.divergences import KL_TERMS, k3, log_quotient
-from areal_core.algorithm.objectives import Surrogate, Tokens, find_objective
+from areal_core.algorithm.objectives import Surrogate, Tokens, find_objective, log_quotient
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.errors import ConfigError
 
 Float64Array = NDArray[np.float64]
+
+
+def k2(log_quotient: Tensor) -> Tensor:
+    """Half the square of log q, q = pi_ref / pi_theta. Its gradient has, over tokens of pi_theta, the mean of that of
+    KL(pi_theta | pi_ref). [N] nats."""
+    return log_quotient.square() / 2
+
+
+def k3(log_quotient: Tensor) -> Tensor:
+    """q - 1 - log q: with q = pi_ref / pi_theta and tokens of pi_theta an unbiased estimate of KL(pi_theta | pi_ref)
+    that is never negative (Schulman, 2020). [N] nats."""
+    return torch.expm1(log_quotient) - log_quotient
+
+
+KL_TERMS = {"k2": k2, "k3": k3}  # by AlgorithmConfig.kl_estimator; k1 is no term of the loss
 
 
 class PolicyLoss(NamedTuple):

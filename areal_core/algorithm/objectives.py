@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.divergences import log_quotient
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.plugins import find
 
@@ -56,9 +55,17 @@ class Surrogate:
 
 
 _LARGEST = math.exp(82.0)  # of a term: float32 holds the sum of 800 of them
+_LARGEST_LOG = 60.0  # of a quotient, nats
 
 ObjectiveFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
 _FUNCTIONS: dict[str, ObjectiveFunction] = {}
+
+
+def log_quotient(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """The log of the quotient of two policies, the second without gradient. 0 outside the mask, before `exp`: the
+    gradient of a NaN there would otherwise spread. Clamped to 60 nats: an infinite quotient times an advantage of 0
+    would be a NaN too. [N] each."""
+    return torch.where(mask, numerator - denominator.detach(), 0.0).clamp(-_LARGEST_LOG, _LARGEST_LOG)
 
 
 def find_objective(name: str) -> ObjectiveFunction:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_core.algorithm.control import StepCoefficients, make_control, step_coefficients
-from areal_core.algorithm.divergences import k3
-from areal_core.algorithm.losses import LossStats, policy_loss
+from areal_core.algorithm.losses import LossStats, k3, policy_loss
 from areal_core.algorithm.objectives import Tokens, find_objective
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.divergences import k2, k3
-from areal_core.algorithm.losses import _NUMBERS, LossStats, policy_loss
+from areal_core.algorithm.losses import _NUMBERS, LossStats, k2, k3, policy_loss
 from areal_core.algorithm.objectives import Surrogate, Tokens, decoupled
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.errors import ConfigError
