@@ -1,4 +1,4 @@
-"""The controller's routes; docs/architecture.md lists them. Bodies are JSON, refusals a line of text."""
+"""The controller's routes; docs/routes.md lists them. Bodies are JSON, refusals a line of text."""
 
 from __future__ import annotations
 
