@@ -21,7 +21,8 @@ _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has
 
 _PAPER = {"1.5b-math": "1.5b", "7b-math": "7b", "14b-code": "14b", "32b-code": "32b"}
 PLANNED = {  # experiment -> the largest model that it is meant for
-    **{"gpu-shared": "1.5b", "paper-small": "1.5b"},
+    "gpu-shared": "1.5b",
+    "paper-small": "1.5b",
     **{f"paper-{name}{mode}": model for name, model in _PAPER.items() for mode in ("", "-sync")},
 }
 
