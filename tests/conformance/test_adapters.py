@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 
@@ -18,7 +19,7 @@ from areal_core.storage import weights as versions
 from areal_core.types import PolicyVersion
 from tests.conformance.conftest import KINDS, TOKEN, guarded
 from tests.support.generation import Reference, request, write
-from tests.support.live_servers import SLOTS, SPEC, Published, body, get, post, until
+from tests.support.live_servers import LENGTH, SLOTS, SPEC, Published, body, get, post, until
 from tests.support.lora import adapter, by_peft, form
 
 TOLERANCE = 1e-4  # nats
@@ -94,17 +95,18 @@ async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(cl
 async def test_interrupted_completions_go_on_under_the_new_version(client, adapters, server, interruption):
     await client.load_version(adapters.versions[1], "resubmit")
     pool = GenerationPool(completions_per_server=SLOTS, interruption=interruption, token=TOKEN, adapters=True)
-    await pool.join("server", server.url, lambda: adapters.versions[1])
-    pending = PendingCompletions(request("long", n=2, max_tokens=60, stop_token_ids=()))
-    with server.slowed():
-        work = asyncio.ensure_future(pool.generate(pending))
-        await until(client, lambda load: load.running == 2)
-        await asyncio.sleep(0.5)
-        await pool.load_version(adapters.versions[2])
-    await work
+    pending = PendingCompletions(request("long", n=2, max_tokens=LENGTH, stop_token_ids=()))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        await pool.join("server", server.url, lambda: adapters.versions[1])
+        with server.slowed():
+            work = asyncio.ensure_future(pool.generate(pending))
+            await until(client, lambda load: load.running == 2)
+            await asyncio.sleep(0.5)
+            await pool.load_version(adapters.versions[2])
+        await work
     for completion in join_completions(pending.completions()):
         assert completion.versions.tolist() == sorted(completion.versions.tolist())
         assert set(completion.versions.tolist()) == {1, 2}
         wanted, _ = adapters.reference.logprobs(pending.request, completion)
         np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
-    await pool.close()

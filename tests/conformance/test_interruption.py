@@ -8,9 +8,7 @@ import pytest
 from areal_core.api.pending_completions import PendingCompletions
 from areal_core.api.wire import join_completions, version_spans
 from tests.support.generation import request
-from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, get, post, until
-
-LENGTH = 600  # tokens: of a completion that is far from its end when slow steps are over
+from tests.support.live_servers import EXACT, LENGTH, LONG, SLOTS, deviations, get, post, until
 
 
 async def begun(client, pool, asked):

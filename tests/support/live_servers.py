@@ -36,6 +36,7 @@ SPEC = dataclasses.replace(
 )
 QWEN2 = dataclasses.replace(SPEC, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=True)
 SEEDS = {0: 1, 1: 2, 2: 3}  # version -> seed of its weights
+LENGTH = 600  # tokens: of a completion that is far from its end when slow steps are over
 LONG = 4000  # tokens: a completion that outlasts whatever a test does meanwhile
 EXACT = 1.0  # deviation that rounding allows
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"

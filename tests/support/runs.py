@@ -98,6 +98,12 @@ class Watched:
 
         return ready() or self.wait_for(f"{role}-{index} is ready", ready)
 
+    def url(self, role: str, index: int = 0) -> str:
+        """Where the process of a role listens that was ready last, once one was: of another machine's process the head
+        node hears after others have."""
+        self.pid(role, index)
+        return json.loads(self.run.ready_file(role, index).read_text())["url"]
+
     def step(self) -> int:
         """The newest published version."""
         newest = weights.newest(self.run.weights)
@@ -142,10 +148,6 @@ class Launched(Watched):
     def last_pid(self, role: str, index: int = 0) -> int:
         """The process of a role that was ready last."""
         return json.loads(self.run.ready_file(role, index).read_text())["pid"]
-
-    def url(self, role: str, index: int = 0) -> str:
-        """Where the process of a role listens that was ready last."""
-        return json.loads(self.run.ready_file(role, index).read_text())["url"]
 
     def children(self, pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
