@@ -61,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 PEER = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
 SYSTEMS = ("areal", "trl")
+_OWN = {"areal": "areal-flows", "torch": "torch"}  # in the JSON: distribution
 TIMEOUT_S = 1800.0  # for one run of TRL
 _POLL_S = 0.05  # a version stays in the store for longer than a step
 _LAST_LINES = 6
@@ -387,10 +388,15 @@ def _measure(case: Case, configs: Mapping[int, RunConfig]) -> dict[str, Any]:
             str(seed): {name: _figures(one, target) for name, one in systems.items()}
             for seed, systems in measured.items()
         },
-        "versions": {"trl": packages, "areal": {name: importlib.metadata.version(name) for name in ("areal", "torch")}},
+        "versions": {"trl": packages, "areal": own_versions()},
         "cores": len(cores),
         "trl_arguments": grpo_arguments(some, len(ranks_of_trl(cores, case)), Path("output")),
     }
+
+
+def own_versions() -> dict[str, str]:
+    """Of this package and of torch, by the names that the JSON has."""
+    return {name: importlib.metadata.version(package) for name, package in _OWN.items()}
 
 
 def _config(case: Case, seed: int, overrides: Sequence[str]) -> RunConfig:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import _training_offline as offline
 from benchmarks._training_offline import SETTINGS, make_batch, same_update
-from benchmarks.trl import CASES, Case, grpo_arguments
+from benchmarks.trl import CASES, Case, grpo_arguments, own_versions
 from flows.compose import compose
 
 torch.set_num_threads(1)
@@ -30,3 +30,7 @@ def test_trl_makes_as_many_updates_of_as_many_completions(case: Case) -> None:
     assert a_minibatch * config.training.minibatches == config.rollout.batch_size
     assert a_minibatch % told["num_generations"] == 0
     assert told["max_steps"] == case.steps * config.training.minibatches
+
+
+def test_the_comparison_says_which_versions_it_compared():
+    assert own_versions().keys() == {"areal", "torch"}
