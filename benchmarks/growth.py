@@ -255,12 +255,12 @@ class EmulatedRun:
         """Sample until the buffer is full again, and train on a batch."""
         wanted = self._selection.groups * (1 + AHEAD if step == 1 else 1)
         places = await asyncio.gather(*(self._payloads.append(os.urandom(PAYLOAD_BYTES)) for _ in range(wanted)))
-        failed = self.ledger.admit().group_id
+        failed = self.ledger.admit(version=0).group_id
         self.ledger.settle(failed, Tally(tokens=TOKENS))
         self.ledger.drop(failed, "reward", requeue=True)
         made = replace(_SUMMARY, min_version=step - 1, max_version=step - 1)
         for place in places:
-            self.ledger.ready(self.ledger.admit().group_id, made, place, version=step - 1)
+            self.ledger.ready(self.ledger.admit(version=0).group_id, made, place, version=step - 1)
         assert self.ledger.fix_batch(step, self._selection)
         self.ledger.publish(_version(step))
         self._recorder.published(step, [])

@@ -37,8 +37,8 @@ class WatchedLedger(TrajectoryLedger):
 
     engine_limit: Callable[[], int]  # set by the harness
 
-    def admit(self) -> AdmittedGroup:
-        admitted = super().admit()
+    def admit(self, *, version: int) -> AdmittedGroup:
+        admitted = super().admit(version=version)
         assert self.admitted <= self.engine_limit(), "the gate let too much in"
         return admitted
 
@@ -312,7 +312,7 @@ def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():
     _, _, engine, ledger, controller = build(5, steps=5, eta=0)
     ledger.publish(PolicyVersion(version=1, path="v1", digest="1"))
     ledger.engine_limit = lambda: 16
-    group = ledger.admit().group_id
+    group = ledger.admit(version=0).group_id
     ledger.versions.mark_damaged(1)
     load = engine.load_version
 

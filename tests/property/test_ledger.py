@@ -1,15 +1,17 @@
 """The ledger under any order of events: nothing is lost, nothing is served twice, every token is accounted for. Folding
 changes no total, whenever it comes, and a restored snapshot goes on from there."""
 
+import itertools
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_core.controller.core.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.controller.core.tables import Place
+from areal_core.errors import LedgerError
 from areal_core.types import GroupState, Tally
 from tests.support.records import summary
 from tests.support.servers import version
@@ -45,7 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        group = self.ledger.admit()
+        group = self.ledger.admit(version=len(self.batches))
         if self.waiting:
             assert group.prompt_index == self.waiting.pop(0)
         else:
@@ -96,7 +98,11 @@ class LedgerMachine(RuleBasedStateMachine):
         step = len(self.batches) + 1
         selection = Selection(groups=GROUPS_PER_BATCH, rule=policy, max_staleness=1, max_requeues=0)
         before = self.ledger.dropped()
-        manifest = self.ledger.fix_batch(step, selection)
+        try:
+            manifest = self.ledger.fix_batch(step, selection)
+        except LedgerError:
+            assert policy == "wait"  # which comes too late for what other rules have left
+            return
         if self.ledger.dropped() != before:
             self._forget_stale()
         if manifest is None:
@@ -203,3 +209,49 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    step=st.integers(1, 3),
+    eta=st.integers(0, 3),
+    groups=st.lists(
+        st.tuples(st.integers(0, 3), st.booleans()), max_size=7
+    ),  # how old each is, and whether it is ready
+)
+def test_wait_waits_only_where_every_choice_would_break_the_bound(step: int, eta: int, groups: list[tuple[int, bool]]):
+    ledger = TrajectoryLedger(":memory:", group_size=GROUP)
+    place = Place(segment="s", start=0, bytes=1, crc32=0)
+
+    def finish(group: int, oldest: int) -> None:
+        ledger.ready(group, summary(min_version=oldest, max_version=oldest), place, version=oldest)
+
+    for before in range(1, step):
+        for _ in range(GROUPS_PER_BATCH):
+            finish(ledger.admit(version=before - 1).group_id, before - 1)
+        assert ledger.fix_batch(
+            before, Selection(groups=GROUPS_PER_BATCH, rule="wait", max_staleness=eta, max_requeues=0)
+        )
+    due: dict[int, int] = {}
+    ready: list[int] = []
+    for lag, ended in groups:
+        oldest = max(step - 1 - min(lag, eta), 0)
+        group = ledger.admit(version=oldest).group_id
+        due[group] = oldest + eta + 1
+        if ended:
+            finish(group, oldest)
+            ready.append(group)
+
+    def keeps(taken: tuple[int, ...]) -> bool:
+        left = [due[group] for group in due.keys() - set(taken)]
+        return all(sum(each <= last for each in left) <= (last - step) * GROUPS_PER_BATCH for last in {step, *left})
+
+    choices = [choice for choice in itertools.combinations(ready, GROUPS_PER_BATCH) if keeps(choice)]
+    rule = Selection(groups=GROUPS_PER_BATCH, rule="wait", max_staleness=eta, max_requeues=0)
+    manifest = ledger.fix_batch(step, rule)
+    if manifest is None:
+        assert not choices
+        assert len(ready) < GROUPS_PER_BATCH or len(ready) < len(due)
+    else:
+        taken = tuple(sorted(group.group_id for group in manifest.groups))
+        assert taken in choices or (not choices and len(ready) == len(due))

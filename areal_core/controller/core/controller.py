@@ -232,7 +232,7 @@ class RolloutController:
                 self._start(tasks, group)
         while self._finished is None:
             if self._has_room():
-                self._start(tasks, self.ledger.admit())
+                self._start(tasks, self.ledger.admit(version=self.engine.version))
                 await asyncio.sleep(0)  # let requests go out between two admissions
             else:
                 await self.freed.wait()

@@ -62,10 +62,12 @@ CREATE TABLE IF NOT EXISTS groups (
     lost_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled by tries that failed
     unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in response bodies that could not be read
     unsettled INTEGER NOT NULL DEFAULT 0, -- servers may sample for it: `tokens` are still to come
-    min_version INTEGER, max_version INTEGER, ready_version INTEGER,
+    min_version INTEGER,                  -- of its tokens; the one in force at its admission until it is ready
+    max_version INTEGER, ready_version INTEGER,
     summary BLOB  -- GroupSummary, as JSON
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
+CREATE INDEX IF NOT EXISTS groups_by_age ON groups (state, min_version, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE INDEX IF NOT EXISTS groups_unsettled ON groups (group_id) WHERE unsettled;
@@ -109,9 +111,9 @@ class AdmittedGroup:
 class Selection:
     """How a batch is put together (paper, section 4.1; the policies bound what the aggregate rule does not).
 
-    admit: the READY groups admitted first; a straggler may exceed eta. wait: strictly in order of admission, an
-    unfinished older group holds the batch up. drop: as admit, but a group whose oldest token would exceed eta is
-    dropped and its prompt queued again, at most `max_requeues` times.
+    admit: the READY groups admitted first; a straggler may exceed eta. wait: the READY groups with the oldest tokens,
+    unless later steps could then not take all others before they exceed eta. drop: as admit, but a group whose oldest
+    token would exceed eta is dropped and its prompt queued again, at most `max_requeues` times.
     """
 
     groups: int  # P
@@ -171,17 +173,18 @@ class TrajectoryLedger:
         admitted = "SELECT COALESCE(SUM(groups), 0) FROM totals WHERE state IN ('inflight', 'ready', 'consumed')"
         return self._value(admitted) * self._group_size
 
-    def admit(self) -> AdmittedGroup:
-        """Admit the oldest waiting group, or the next prompt of the source where none waits."""
+    def admit(self, *, version: int) -> AdmittedGroup:
+        """Admit the oldest waiting group, or the next prompt of the source where none waits. `version`: the oldest that
+        may sample for it."""
         with self._transaction():
             waiting = self._db.execute("SELECT MIN(group_id) FROM groups WHERE state = 'waiting'").fetchone()[0]
             if waiting is None:
                 prompt_index = self._value("SELECT COALESCE(MAX(prompt_index), -1) + 1 FROM groups")
                 waiting = self._insert_waiting(prompt_index, requeues=0)
             self._db.execute(
-                "UPDATE groups SET state = 'inflight', unsettled = 1, admission = "
+                "UPDATE groups SET state = 'inflight', unsettled = 1, min_version = ?, admission = "
                 "(SELECT COALESCE(MAX(admission), -1) + 1 FROM groups) WHERE group_id = ?",
-                (waiting,),
+                (version, waiting),
             )
             return self._admitted("group_id = ?", waiting)[0]
 
@@ -226,8 +229,8 @@ class TrajectoryLedger:
             self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
             if self.notes.ending is None:
-                lost = "lost_tokens = lost_tokens + tokens, tokens = 0"
-                self._db.execute(f"UPDATE groups SET {lost}, unsettled = 1 WHERE state = 'inflight'")
+                again = "lost_tokens = lost_tokens + tokens, tokens = 0, unsettled = 1, min_version = ?"
+                self._db.execute(f"UPDATE groups SET {again} WHERE state = 'inflight'", (self.versions.last(),))
             self.counters.resume()
 
     def ready(self, group_id: int, summary: GroupSummary, payload: Place, *, version: int) -> None:
@@ -276,20 +279,26 @@ class TrajectoryLedger:
         return manifest
 
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
-        """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""
+        """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order. Raises
+        LedgerError where a rule that promises a bound would break it."""
         with self._transaction(synced=True):
             last = self.last_step()
             if step != last + 1:
                 raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
             if selection.rule == "drop":
                 self._drop_stale(step, selection)
-            states = "('inflight', 'ready')" if selection.rule == "wait" else "('ready')"
+            order = "min_version, admission" if selection.rule == "wait" else "admission"
             rows = self._db.execute(
-                f"SELECT group_id, state FROM groups WHERE state IN {states} ORDER BY admission LIMIT ?",
+                f"SELECT group_id, min_version FROM groups WHERE state = 'ready' ORDER BY {order} LIMIT ?",
                 (selection.groups,),
             ).fetchall()
-            if len(rows) < selection.groups or any(row["state"] != "ready" for row in rows):
+            if len(rows) < selection.groups or (selection.rule == "wait" and self._must_wait(step, selection)):
                 return None
+            lag = step - 1 - min(row["min_version"] for row in rows)
+            if selection.rule != "admit" and lag > selection.max_staleness:
+                raise LedgerError(
+                    f"step: batch {step} would train on tokens of {lag} versions before, above max_staleness"
+                )
             self._db.executemany(
                 "UPDATE groups SET state = 'consumed', step = ? WHERE group_id = ?",
                 [(step, row["group_id"]) for row in rows],
@@ -430,6 +439,27 @@ class TrajectoryLedger:
         self.payloads.forget(group_id)
         if requeue:
             self._insert_waiting(row["prompt_index"], requeues=row["requeues"] + 1)
+
+    def _must_wait(self, step: int, selection: Selection) -> bool:
+        """Whether the batch of `step` has to wait for a running group, so that no token exceeds eta.
+
+        A group with tokens of version v is due at step v + eta + 1. After `step`, as many groups may be left that are
+        due by step s as the steps until s take: (s - step) P. Taking first what is due first leaves the fewest for
+        every s, so that waiting is needed where this leaves too many. A group that is admitted within Eq. 3 never does
+        (docs/algorithm.md, Staleness)."""
+        ages = self._db.execute(
+            "SELECT min_version, COUNT(*) AS groups, SUM(state = 'ready') AS ready FROM groups"
+            " WHERE state IN ('inflight', 'ready') GROUP BY min_version ORDER BY min_version"
+        ).fetchall()
+        free, left = selection.groups, 0
+        for age in ages:
+            taken = min(free, age["ready"])
+            free -= taken
+            left += age["groups"] - taken
+            later_steps = max(0, age["min_version"] + selection.max_staleness + 1 - step)
+            if left > later_steps * selection.groups:
+                return any(each["groups"] > each["ready"] for each in ages)
+        return False
 
     def _drop_stale(self, step: int, selection: Selection) -> None:
         oldest_allowed = step - 1 - selection.max_staleness

@@ -57,7 +57,7 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
 
 def train(ledger: TrajectoryLedger, step: int) -> None:
     """A batch of one group with 10 tokens, sampled by version 0, and the version that it makes."""
-    group = ledger.admit()
+    group = ledger.admit(version=0)
     metrics = {"environment/turns": (1.0, 2.0), "environment/found": (5.0,)}
     its = summary(lengths=(7, 3), tokens=10, truncated=(False, True), metrics=metrics)
     ledger.ready(group.group_id, its, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
@@ -80,7 +80,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> Non
     recorder.start_clock()
     ledger.counters.join("a", "http://a", 0)
     for kind in (RewardTimeoutError, RewardTimeoutError, RewardWorkerError):
-        ledger.drop(ledger.admit().group_id, kind.drop_reason)
+        ledger.drop(ledger.admit(version=0).group_id, kind.drop_reason)
     for step, generated, idle_s in ((1, 10, 0.0), (2, 40, 1.0)):
         clock.now += 2.0
         train(ledger, step)

@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> RunDir:
     made = RunDir.create(tiny(tmp_path, warm=False), info)
     with closing(TrajectoryLedger(made.ledger, group_size=2)) as ledger:
         for _ in range(200):
-            ledger.admit()
+            ledger.admit(version=0)
         ledger.counters.join("generation-0", "http://127.0.0.1:1", 0)
     return made
 
@@ -70,7 +70,7 @@ def test_a_damaged_ledger_before_the_first_checkpoint_is_kept_aside(
     assert not run.ledger.exists()
     assert "the run begins anew" in caplog.text
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
-        assert ledger.admit().group_id == 1
+        assert ledger.admit(version=0).group_id == 1
 
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL])
@@ -105,7 +105,7 @@ def test_checkpoint_replaces_a_lost_or_torn_ledger_and_its_log(run: RunDir, tmp_
     checkpoint.save(store, 1, files, {checkpoint.VERSION: "0" * 64})
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as later:
         for _ in range(500):
-            later.admit()
+            later.admit(version=0)
         log = run.ledger.with_name(run.ledger.name + "-wal")
         left = log.read_bytes()
     assert left

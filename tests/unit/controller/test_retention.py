@@ -151,7 +151,7 @@ class Run:
     async def step(self) -> int:
         """Fix the batch of a next step, of one group."""
         self._steps += 1
-        group = self.ledger.admit().group_id
+        group = self.ledger.admit(version=0).group_id
         self.ledger.ready(group, summary(), await self.payloads.append(b"%d" % group), version=0)
         assert self.ledger.fix_batch(self._steps, ONE)
         return self._steps

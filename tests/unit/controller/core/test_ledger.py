@@ -32,14 +32,14 @@ def ledger(tmp_path: Path):
 
 
 def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> int:
-    group = ledger.admit()
+    group = ledger.admit(version=0)
     its = summary(tokens=tokens, min_version=at, max_version=at)
     ledger.ready(group.group_id, its, PLACE, version=at)
     return group.group_id
 
 
 def test_transitions_that_do_not_exist_are_refused(ledger):
-    group = ledger.admit().group_id
+    group = ledger.admit(version=0).group_id
     ledger.ready(group, summary(), PLACE, version=0)
     with pytest.raises(LedgerError, match="is ready, not inflight"):
         ledger.ready(group, summary(), PLACE, version=0)
@@ -60,7 +60,7 @@ def test_steps_are_fixed_in_order(ledger):
 
 
 def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
-    straggler = ledger.admit().group_id
+    straggler = ledger.admit(version=0).group_id
     later = admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(1, selection("admit", groups=1)).groups] == [later]
     ledger.ready(straggler, summary(), PLACE, version=3)
@@ -68,12 +68,46 @@ def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
     assert [g.group_id for g in ledger.fix_batch(2, selection("admit", groups=1)).groups] == [straggler]
 
 
-def test_wait_holds_the_batch_up_for_an_unfinished_older_group(ledger):
-    straggler = ledger.admit().group_id
-    later = admit_ready(ledger)
-    assert ledger.fix_batch(1, selection("wait", groups=1)) is None
-    ledger.ready(straggler, summary(), PLACE, version=0)
-    assert [g.group_id for g in ledger.fix_batch(1, selection("wait", groups=2)).groups] == [straggler, later]
+def test_wait_takes_younger_groups_until_an_older_one_would_exceed_eta(ledger):
+    straggler = ledger.admit(version=0).group_id
+    for step in (1, 2):
+        later = admit_ready(ledger, at=step - 1)
+        assert [g.group_id for g in ledger.fix_batch(step, selection("wait", groups=1, max_staleness=2)).groups] == [
+            later
+        ]
+    later = admit_ready(ledger, at=2)
+    assert ledger.fix_batch(3, selection("wait", groups=1, max_staleness=2)) is None
+    ledger.ready(straggler, summary(), PLACE, version=2)
+    for step, group in ((3, straggler), (4, later)):
+        assert [g.group_id for g in ledger.fix_batch(step, selection("wait", groups=1, max_staleness=2)).groups] == [
+            group
+        ]
+
+
+@pytest.mark.parametrize(("policy", "raises"), [("wait", True), ("admit", False)])
+def test_a_batch_that_would_break_the_bound_is_refused_where_it_is_promised(ledger, policy, raises):
+    for step in (1, 2, 3):
+        admit_ready(ledger, at=step - 1)
+        ledger.fix_batch(step, selection("wait", groups=1))
+    admit_ready(ledger, at=1)
+    if raises:
+        with pytest.raises(LedgerError, match="batch 4 would train on tokens of 2 versions before"):
+            ledger.fix_batch(4, selection(policy, groups=1))
+    else:
+        assert ledger.fix_batch(4, selection(policy, groups=1))
+
+
+def test_groups_that_a_restart_begins_again_are_as_old_as_what_samples_them(ledger):
+    for number in (0, 1, 2):
+        ledger.publish(version(number))
+    ledger.admit(version=0)
+    for step in (1, 2):
+        admit_ready(ledger, at=step - 1)
+        assert ledger.fix_batch(step, selection("wait", groups=1, max_staleness=2))
+    admit_ready(ledger, at=2)
+    assert ledger.fix_batch(3, selection("wait", groups=1, max_staleness=2)) is None
+    ledger.resume(10)
+    assert ledger.fix_batch(3, selection("wait", groups=1, max_staleness=2))
 
 
 def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
@@ -83,12 +117,12 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     stale = admit_ready(ledger, at=0)  # step 3 trains on version 2: staleness 2 > 1
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.dropped() == {"stale": 1}
-    again = ledger.admit()
+    again = ledger.admit(version=0)
     assert again.prompt_index == 2
     assert again.group_id != stale
     ledger.ready(again.group_id, summary(), PLACE, version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
-    assert ledger.admit().prompt_index == 3  # requeued once, not twice
+    assert ledger.admit(version=0).prompt_index == 3  # requeued once, not twice
     kept = admit_ready(ledger, at=1)  # as stale as eta allows
     assert [group.group_id for group in ledger.fix_batch(3, selection("drop", groups=1)).groups] == [kept]
 
@@ -147,7 +181,11 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
 
 def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies(ledger):
     batches = stepped(ledger, 0, 0, 1, 2)
-    ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
+    ready_old, ready_new, flying = (
+        admit_ready(ledger, at=1),
+        admit_ready(ledger, at=3),
+        ledger.admit(version=0).group_id,
+    )
     assert ledger.publish(version(2, "other")) == "replaced"
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(2, "other"))
     assert ledger.batch(2) is not None  # it made version 2, and its content is still valid
@@ -231,7 +269,7 @@ def test_a_damaged_payload_of_a_buffered_group_costs_that_group(ledger):
     damaged, other = admit_ready(ledger), admit_ready(ledger)
     ledger.lose(damaged)
     assert ledger.dropped() == {"damaged": 1}
-    assert ledger.admit().prompt_index == 0
+    assert ledger.admit(version=0).prompt_index == 0
     assert ledger.fix_batch(1, selection(groups=1)).groups[0].group_id == other
     assert ledger.notes.incarnation == 0
 
@@ -247,7 +285,7 @@ def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
     assert ledger.last_step() == 1
     assert ledger.versions.last() == 1
     assert ledger.fix_batch(2, selection(groups=1)).groups[0].group_id == groups[2]
-    assert ledger.admit().prompt_index == 1  # queued again
+    assert ledger.admit(version=0).prompt_index == 1  # queued again
 
 
 def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(ledger):
@@ -269,7 +307,7 @@ def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(l
 
 
 def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
-    group = ledger.admit().group_id
+    group = ledger.admit(version=0).group_id
     with pytest.raises(sqlite3.Error):
         ledger.ready(group, summary(), replace(PLACE, crc32=object()), version=0)  # type: ignore[arg-type]
     assert ledger.counts()[GroupState.INFLIGHT] == 1
@@ -279,7 +317,7 @@ def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
 def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_returned_it(ledger):
     for number in (0, 1):
         ledger.publish(version(number))
-    flying = ledger.admit().group_id
+    flying = ledger.admit(version=0).group_id
     assert ledger.publish(version(1, "other")) == "replaced"
     assert ledger.tokens().dropped == 0
     ledger.settle(flying, Tally(tokens=5, unread=3))
@@ -287,7 +325,7 @@ def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_retu
 
 
 def test_what_was_not_read_and_what_a_lost_server_did_not_report_are_allowed_for_together(ledger):
-    ledger.settle(ledger.admit().group_id, Tally(tokens=5, unread=3))
+    ledger.settle(ledger.admit(version=0).group_id, Tally(tokens=5, unread=3))
     ledger.counters.join("one", "http://one", 0)
     ledger.counters.end("one", uncounted=3)
     assert ledger.tokens().allowance == 3 + 3
@@ -295,7 +333,7 @@ def test_what_was_not_read_and_what_a_lost_server_did_not_report_are_allowed_for
 
 @pytest.mark.parametrize(("reopened", "dropped", "in_flight"), [(False, 0, 2), (True, 2, 0)])
 def test_what_an_end_aborted_starts_again_only_where_the_run_goes_on(ledger, reopened, dropped, in_flight):
-    ledger.settle(ledger.admit().group_id, Tally(tokens=2))
+    ledger.settle(ledger.admit(version=0).group_id, Tally(tokens=2))
     ledger.notes.end(Ending(reason="steps", version=0, model_url=""))
     if reopened:
         ledger.notes.reopen()
@@ -309,11 +347,11 @@ def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
     or stored."""
     for number in (0, 1):
         ledger.publish(version(number))
-    ledger.admit()
+    ledger.admit(version=0)
     ledger.publish(version(1, "other"))
-    ledger.settle(ledger.admit().group_id, Tally(tokens=2))
+    ledger.settle(ledger.admit(version=0).group_id, Tally(tokens=2))
     admit_ready(ledger)
-    ledger.admit()
+    ledger.admit(version=0)
     ledger.resume(10)
     assert ledger.tokens().allowance == 2 * 10
     ledger.resume(10)
@@ -324,7 +362,7 @@ def test_what_servers_have_sampled_in_a_past_that_is_lost_counts_for_nothing(led
     """They outlive the machine whose ledger is put back to a checkpoint's."""
     ledger.publish(version(0))
     ledger.counters.join("one", "http://one", 0)
-    ledger.settle(ledger.admit().group_id, Tally(tokens=10))
+    ledger.settle(ledger.admit(version=0).group_id, Tally(tokens=10))
     ledger.counters.report("one", 8, 6)
     ledger.rewind(0)
     ledger.resume(0)
@@ -371,6 +409,6 @@ def test_the_versions_before_a_damaged_batch_stay(ledger):
 
 
 def test_failed_tries_of_a_group_are_counted(ledger):
-    group = ledger.admit().group_id
+    group = ledger.admit(version=0).group_id
     assert [ledger.failed_try(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
     assert ledger.tokens().dropped == 3
