@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,8 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     answer: str  # the gold answer as the verifier wants it
+    # All that its source knows of it, in JSON's values: the row of a file, the entry of a data set.
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from areal_core.environments.datasets import SEED, is_held_out, reserved
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
+from areal_core.environments.rows import plain
 from areal_core.errors import ConfigError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
@@ -74,6 +75,7 @@ class ProceduralSource:
             text=made["question"],
             token_ids=self._dialogue.prompt(made["question"]),
             answer=json.dumps(answer),
+            row=plain(made),
         )
 
 

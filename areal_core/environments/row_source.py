@@ -24,7 +24,7 @@ from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.registry import verifier_name
-from areal_core.environments.rows import Row, Schema, read_rows
+from areal_core.environments.rows import Row, Schema, plain, read_rows
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
@@ -170,6 +170,8 @@ class PromptFile:
         """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
         if row.wrong is not None:
             raise LeftOut(Reason.UNREADABLE, row.wrong)
+        with _otherwise(Reason.UNREADABLE):
+            fields = plain(row.fields)
         with _otherwise(Reason.NO_PROMPT):
             asked = self._schema.asked(row.fields)
             worded = self._schema.worded(row.fields, asked)
@@ -189,7 +191,14 @@ class PromptFile:
         self._seen.add(pair)
         self.questions.append(as_text(asked))
         self.prompts.append(
-            Prompt(index=len(self.prompts), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
+            Prompt(
+                index=len(self.prompts),
+                prompt_id=prompt_id,
+                text=text,
+                token_ids=token_ids,
+                answer=answer,
+                row=fields,
+            )
         )
 
 

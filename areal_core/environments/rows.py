@@ -101,6 +101,24 @@ def _parquet(path: str) -> Iterator[Mapping[str, object]]:
             yield from batch.to_pylist()
 
 
+_DEEPEST = 32  # lists and objects in each other that a row may have
+_WHOLE = range(-(2**63), 2**64)
+
+
+def plain(value: object, depth: int = 0) -> Any:
+    """A value of a row as reward workers of every machine get it: as JSON has it, and as text what JSON or MessagePack
+    has no value for (times, bytes, decimals, larger numbers). Raises ConfigError for one that is nested too deep."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"more than {_DEEPEST} lists and objects in each other")
+    if isinstance(value, Mapping):
+        return {plain(str(name)): plain(inner, depth + 1) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, depth + 1) for inner in value]
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value in _WHOLE):
+        return value
+    return str(value).encode(errors="replace").decode()
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

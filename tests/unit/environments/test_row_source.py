@@ -11,6 +11,8 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.row_source import Reason, RowSource, overlapping
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
+from areal_core.rewards.remote import decode_work, encode_work
+from areal_core.rewards.worker import Arrived
 from tests.support.words import word_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "data"
@@ -49,6 +51,18 @@ def test_held_out_prompts_are_the_first_of_their_file(tokenizer, tmp_path):
     assert [prompt.answer for prompt in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
     alone = opened(tokenizer, None, write(tmp_path / "test", row("a b"), row("a b")))  # a benchmark stays whole
     assert (len(alone.held_out()), alone.report.training) == (2, None)
+
+
+def test_a_prompt_has_its_whole_row(tokenizer, tmp_path):
+    known = row("what is it ?", level=3, tags=["a", None, 2.5, True], nested={"size": 2**70, "half": "\ud800"})
+    deep = row("and this ?", nested=json.loads("[" * 40 + "]" * 40))
+    source = opened(tokenizer, *files(tmp_path, known, deep))
+    prompt = source.prompt(0)
+    assert prompt.row == known | {"nested": {"size": str(2**70), "half": "?"}}
+    work = Arrived(group=1, prompt=prompt, completions=[])
+    assert decode_work(encode_work([], work)).arrived.prompt == prompt  # on another machine
+    assert source.report.training.left_out == {Reason.UNREADABLE: 1}
+    assert source.report.training.bad == ["line 2: more than 32 lists and objects in each other"]
 
 
 def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
