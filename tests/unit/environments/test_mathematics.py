@@ -111,6 +111,7 @@ def test_the_benchmarks_cases_have_their_verdicts():
 
 
 LONGER = 8
+TRIALS = 3  # of microseconds: the machine may disturb one of them, and what is not linear shows in all
 ATOMS = (
     "<answer>", "</answer>", "```", "``` ", "```\n", " ", "\n", "\n ", "\t", "#", "####", r"\boxed", r"\boxed{", "{",
     "}", "$", "$$", r"\(", r"\[", r"\)", r"\text{", "answer is ", "answer ", "1,111", "1,", "-", "1/", ". ", "a",
@@ -145,8 +146,10 @@ def longest(act: Callable[[str], object], make: Callable[[int], str], size: int,
 def test_completions_are_read_in_linear_time(act: Callable[[str], object]) -> None:
     for atom in ATOMS:
         for other in ("", "```", "a"):
-            growth = longest(act, lambda n, atom=atom, other=other: other + atom * n + "!", 1000)
-            assert growth < 3 * LONGER, (atom, other)  # 8 in proportion, 64 by the square
+            grown = (
+                longest(act, lambda n, atom=atom, other=other: other + atom * n + "!", 1000) for _ in range(TRIALS)
+            )
+            assert any(growth < 3 * LONGER for growth in grown), (atom, other)  # 8 in proportion, 64 by the square
 
 
 @pytest.mark.nightly
@@ -154,10 +157,12 @@ def test_completions_are_read_in_linear_time(act: Callable[[str], object]) -> No
 def test_answers_are_compared_in_polynomial_time(gold: str) -> None:
     for atom in UNITS:
         for start in ("3", "", "3 m", "x="):
-            growth = longest(
-                lambda text: compared(gold, text), lambda n, start=start, atom=atom: start + atom * n + "!", 2, 1
+            grown = (
+                longest(lambda text: compared(gold, text), lambda n, start=start, atom=atom: start + atom * n + "!", 2)
+                for _ in range(TRIALS)
             )
-            assert growth < LONGER**2, (atom, start)  # what backtracks without bound takes 2**14 times as long
+            # What backtracks without bound takes 2**14 times as long.
+            assert any(growth < LONGER**2 for growth in grown), (atom, start)
 
 
 @pytest.mark.parametrize(
