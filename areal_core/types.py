@@ -18,7 +18,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 11  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 12  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):

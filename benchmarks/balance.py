@@ -225,7 +225,13 @@ async def roll_out(seed: int, groups: int) -> Record:
         {
             "seed": seed,
             "algorithm": {"group_size": GROUP},
-            "rollout": {"batch_size": batch, "max_staleness": 2, "request_timeout_s": 1e6},
+            # Whatever the age: all tokens say that version 0 has sampled them.
+            "rollout": {
+                "batch_size": batch,
+                "max_staleness": 2,
+                "batch_selection": "admit",
+                "request_timeout_s": 1e6,
+            },
             "training": {"steps": -(-groups * GROUP // batch)},
             "task": {"max_prompt_tokens": 8, "max_new_tokens": -(-LONGEST // _SCALE) + 1},
             "model": {"context": 1024},

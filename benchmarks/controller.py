@@ -186,13 +186,15 @@ class _Servers:
 
 
 class _Rewards:
-    """A group is scored as its last completion arrives."""
+    """A group is scored as its last completion arrives. `version`: the one that is said to have sampled it."""
 
-    def __init__(self) -> None:
-        self._scored = scored_group()
+    def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
+        self._scored, self._version = scored_group(), version
 
     def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
-        return _Session(self._scored)
+        version = self._version()
+        summary = replace(self._scored.summary, min_version=version, max_version=version)
+        return _Session(replace(self._scored, summary=summary))
 
 
 class _Session:
@@ -242,7 +244,7 @@ async def in_process(steps: int) -> dict[str, Any]:
             memory[step] = round(psutil.Process().memory_info().rss / 2**20, 1)
 
     servers = _Servers()
-    async with running(configured(steps=steps, batch=BATCH, eta=2), servers, _Rewards()) as run:
+    async with running(configured(steps=steps, batch=BATCH, eta=2), servers, _Rewards(lambda: servers.version)) as run:
         servers.freed = run.controller.freed.notify
         start = time.perf_counter()
         await run.trained(range(1, steps + 1), note)

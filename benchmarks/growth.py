@@ -134,12 +134,12 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
         made = replace(_SUMMARY, min_version=step - 1, max_version=step - 1)
         for number in range(per_step):
             place = Place(segment="000002-000001", start=number * PAYLOAD_BYTES, bytes=PAYLOAD_BYTES, crc32=1)
-            group_id = watch("admit", ledger.admit).group_id
+            group_id = watch("admit", ledger.admit, version=step - 1).group_id
             watch("failed_try", ledger.failed_try, group_id, Tally(tokens=1))
             watch("lose_tokens", ledger.lose_tokens, group_id, Tally(tokens=1))
             watch("admitted", lambda: ledger.admitted)
             watch("ready", ledger.ready, group_id, made, place, version=step - 1)
-        group_id = watch("admit", ledger.admit).group_id
+        group_id = watch("admit", ledger.admit, version=step - 1).group_id
         watch("inflight", ledger.inflight)
         watch("settle", ledger.settle, group_id, Tally(tokens=TOKENS))
         watch("drop", ledger.drop, group_id, "reward", requeue=True)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.policies [--seeds 1,2,3] [field=value ...]
 
-`admit` takes the groups that are ready, in order of admission; `wait` waits for older ones, `drop` drops what has
-become too old. Asynchronous runs of the default task and of `experiment=long-tail`, which differ in nothing else,
-interleaved. For each task and policy:
+`admit` takes the groups that are ready, in order of admission. `wait` takes those with the oldest tokens, and waits
+where the bound needs it. `drop` drops what has become too old. Asynchronous runs of the default task and of
+`experiment=long-tail`, which differ in nothing else, interleaved. For each task and policy:
 
 - `over_admit`: effective tokens/s over those of `admit`, the median over seeds of the ratio within a seed;
 - `staleness_max`, `staleness_mean`: of the oldest token of a group, in versions; the worst seed's, and the median;

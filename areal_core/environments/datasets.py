@@ -43,10 +43,11 @@ def data_set(config: RunConfig, context: Literal["training", "evaluation"]) -> D
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """The hash of the prompts' texts and gold answers, in their order."""
+    """The hash of the prompts' texts, gold answers and rows, in their order."""
     content = hashlib.sha256()
     for prompt in prompts:
         content.update(f"{prompt.prompt_id} {prompt.answer}\n".encode())
+        content.update(orjson.dumps(prompt.row, option=orjson.OPT_SORT_KEYS))
     return content.hexdigest()
 
 

@@ -170,8 +170,6 @@ class PromptFile:
         """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
         if row.wrong is not None:
             raise LeftOut(Reason.UNREADABLE, row.wrong)
-        with _otherwise(Reason.UNREADABLE):
-            fields = plain(row.fields)
         with _otherwise(Reason.NO_PROMPT):
             asked = self._schema.asked(row.fields)
             worded = self._schema.worded(row.fields, asked)
@@ -183,6 +181,8 @@ class PromptFile:
             pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
         if self._trained_on and pair in self._seen:
             raise LeftOut(Reason.DUPLICATE)
+        with _otherwise(Reason.UNREADABLE):
+            fields = plain(row.fields)
         with _otherwise(Reason.UNSPELLABLE):
             token_ids = self._dialogue.prompt(worded)
         if len(token_ids) > self._task.max_prompt_tokens:

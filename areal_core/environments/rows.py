@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -102,7 +103,6 @@ def _parquet(path: str) -> Iterator[Mapping[str, object]]:
 
 
 _DEEPEST = 32  # lists and objects in each other that a row may have
-_WHOLE = range(-(2**63), 2**64)
 
 
 def plain(value: object, depth: int = 0) -> Any:
@@ -110,13 +110,18 @@ def plain(value: object, depth: int = 0) -> Any:
     has no value for (times, bytes, decimals, larger numbers). Raises ConfigError for one that is nested too deep."""
     if depth > _DEEPEST:
         raise ConfigError(f"more than {_DEEPEST} lists and objects in each other")
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, Mapping):
-        return {plain(str(name)): plain(inner, depth + 1) for name, inner in value.items()}
+        return {sys.intern(plain(str(name))): plain(inner, depth + 1) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner, depth + 1) for inner in value]
-    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value in _WHOLE):
-        return value
-    return str(value).encode(errors="replace").decode()
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        return int(value)
+    text = str(value)
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _first_line(error: BaseException) -> str:

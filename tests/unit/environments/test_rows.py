@@ -3,14 +3,18 @@
 import codecs
 import json
 import math
+from datetime import datetime
 from decimal import Decimal
+from enum import IntEnum
 
+import msgspec
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments.rows import Row, Schema, read_rows
+from areal_core.environments.rows import Row, Schema, plain, read_rows
 from areal_core.errors import ConfigError
 
 ROWS = [{"question": "a", "extra": {"answer": 1}}, {"question": "b", "extra": {"answer": 2}}]
@@ -205,3 +209,28 @@ def test_other_verifiers_want_the_field_as_it_stands(verifier):
     given = [own.gold_answer({"answer": content}) for content in (" so\nnone ", 7, ["a", 1], {"b": None})]
     assert given == [" so\nnone ", "7", '["a", 1]', '{"b": null}']
     assert refused(own.gold_answer, {}) == "task.answer_field=answer must be text or a number, got nothing"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+def test_a_plain_row_has_values_that_every_machine_reads():
+    odd = {
+        1: Level.LOW,
+        "time": datetime(2026, 1, 2),
+        "bytes": b"a",
+        "number": np.float64(1.5),
+        "decimal": Decimal("1.50"),
+    }
+    said = plain(odd | {"bounds": [2**64 - 1, -(2**63), 2**64], "text": "\ud800\u00e9", "flag": np.bool_(True)})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said)) == {
+        "1": 1,
+        "time": "2026-01-02 00:00:00",
+        "bytes": "b'a'",
+        "number": 1.5,
+        "decimal": "1.50",
+        "bounds": [2**64 - 1, -(2**63), str(2**64)],
+        "text": "?\u00e9",
+        "flag": "True",
+    }

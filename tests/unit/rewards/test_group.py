@@ -192,11 +192,15 @@ def unsampled_end(task, one):
         (lambda task, two: [trajectory(given(task.token_ids), given([5]))] * 2, "must hold tokens that the policy"),
         (lambda task, two: [trajectory(given([4 + i]), sampled(two[i])) for i in (0, 1)], "begin with the same prompt"),
         (lambda task, two: [unsampled_end(task, one) for one in two], "must be False where the policy did not sample"),
+        (
+            lambda task, two: [whole(task, one, versions=one.versions - 1) for one in two],
+            "a version older than any that",
+        ),
     ],
 )
 def test_trajectories_that_can_not_be_trained_on_are_refused(give, said):
     with pytest.raises(RewardError, match=said):
-        advance_all(Broken(give), [served(completion("1"), completion("2"))])
+        advance_all(Broken(give), [served(completion("1", version=1), completion("2", version=1))])
 
 
 @pytest.mark.parametrize("asked", [{"max_tokens": 22}, {"max_tokens": 0}, {"n": 0}])

@@ -128,13 +128,14 @@ async def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses
 ) -> None:
     run = prepare(of_rows, run_id="r", log=print)
     assert run.info().prompts.keys() == {"task.path", "task.held_out_path"}
-    put_rows(tmp_path, "path", [row | {"note": "b"} for row in ROWS])
+    put_rows(tmp_path, "path", [dict(reversed(row.items())) for row in ROWS])
     assert prepare(of_rows, run_id="r", log=print).info().prompts == run.info().prompts
     Service(run)
     with closing(Outbox(run.outbox, "r")) as outbox:
         report = outbox.pending_document()
     assert report is not None
     assert report.data["training"]["rows"] == len(ROWS)
-    put_rows(tmp_path, "path", ROWS[::-1])
-    with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
-        Service(run)
+    for others in (ROWS[::-1], [row | {"note": "for a verifier"} for row in ROWS]):
+        put_rows(tmp_path, "path", others)
+        with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
+            Service(run)
