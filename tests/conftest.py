@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from xdist.scheduler import LoadScopeScheduling
 
-# Property tests try the same examples at every run; HYPOTHESIS_PROFILE=explore tries others.
+# Property tests try the same examples at every run; HYPOTHESIS_PROFILE=explore tries others, and `mutants` looks for no
+# simpler example than the first that fails.
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
+settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _FIRST = ("integration", "conformance", "hosts", "cloud", "chaos")  # folders of processes, which take longest

@@ -130,7 +130,7 @@ def judge(mutant: Mutant, tree: Path, python: str) -> tuple[str, str]:
         ended = subprocess.run(
             command,
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "mutants"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=WALL_S,

@@ -1,4 +1,5 @@
-"""The rollout core under a virtual clock: gate, policies and ledgers hold for any timing, and for a thousand steps."""
+"""The rollout core under a virtual clock: gate, policies and ledgers hold for any timing, and for a thousand steps.
+What takes long comes last: mutants are killed by the first test that fails."""
 
 from __future__ import annotations
 
@@ -161,48 +162,6 @@ def check_ledgers(
         assert all(engine.contexts[tokens[place]] == (*prompt, *tokens[:place]) for place in begun)
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    eta=st.integers(0, 5),
-    policy=st.sampled_from(["admit", "wait", "drop"]),
-    failing=st.booleans(),
-    interrupts=st.booleans(),
-    more=st.sampled_from([0.0, 0.3]),
-    right=st.sampled_from([None, None, 0.03, 0.3, 0.97]),
-    early=st.booleans(),
-)
-def test_any_timing_keeps_the_bound_and_the_ledgers(seed, eta, policy, failing, interrupts, more, right, early):
-    """`right`: sample dynamically: batches are filled with mixed groups, and uniform ones dropped, to the token.
-    `early`: the run is stopped long before its last step."""
-    faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
-    if right:
-        faults |= {"right": right, "max_zero_variance": 10_000}
-    steps = 5 if right else 30
-    config, rng, engine, ledger, controller = build(
-        seed, steps=1000 if early else steps, eta=eta, policy=policy, interrupts=interrupts, more=more, **faults
-    )
-    manifests = run_virtual(train(controller, rng, steps, linger_s=0.0 if early else 1.0))
-    assert controller.running_groups == 0
-    check_ledgers(controller, engine, ledger, manifests)
-    assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * steps
-    for manifest in manifests:
-        lags = [manifest.step - 1 - summary.min_version for summary in ledger.summaries(manifest.step)]
-        assert min(lags) >= 0
-        if policy in ("wait", "drop"):
-            assert max(lags) <= eta
-        if eta == 0 and policy != "admit":
-            assert set(lags) == {0}
-        assert not right or {summary.correct for summary in ledger.summaries(manifest.step)} == {1}  # of two
-    if right:
-        dropped, of_uniform = ledger.dropped(), controller.rewards.uniform_tokens
-        assert dropped["zero_variance"] > 0
-        if not failing and set(dropped) == {"zero_variance"}:
-            assert ledger.tokens().dropped == of_uniform
-        else:  # groups that no server took have sampled nothing; unreadable responses are dropped too
-            assert ledger.tokens().dropped >= of_uniform
-
-
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one():
     _, rng, _, ledger, controller = build(5, steps=5, eta=1, right=0.3, max_zero_variance=30)
     controller.rewards.partial = 0.5
@@ -230,18 +189,6 @@ def test_a_run_that_finds_no_mixed_group_any_more_ends_with_the_reason(right, mi
     assert caught.group_contains(ConfigError, match=said)
     assert ledger.dropped() == {"zero_variance": dropped}
     assert ledger.tokens().dropped > 0
-
-
-@pytest.mark.parametrize(("interrupts", "fail"), [(False, 0.0), (True, 0.1)])
-def test_a_thousand_steps_under_a_virtual_clock(interrupts, fail):
-    config, rng, engine, ledger, controller = build(7, steps=1000, eta=2, interrupts=interrupts, generation=fail)
-    manifests = run_virtual(train(controller, rng, 1000))
-    assert len(manifests) == 1000
-    assert len(engine.loads) == len(set(engine.loads)) > 4
-    check_ledgers(controller, engine, ledger, manifests)
-    assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
-    mixed = [group.max_version > group.min_version for step in range(1, 1001) for group in ledger.summaries(step)]
-    assert (engine.interrupted > 1000) == (sum(mixed) > 1000) == interrupts
 
 
 def test_a_run_in_which_every_group_fails_ends_with_the_reason():
@@ -471,3 +418,57 @@ def test_seeds_have_63_bits_and_are_the_same_wherever_a_run_goes_on():
     assert len(seeds) == 512
     assert 2**62 < max(seeds) < 2**63
     assert len({seed % 2 for seed in seeds}) == 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    eta=st.integers(0, 5),
+    policy=st.sampled_from(["admit", "wait", "drop"]),
+    failing=st.booleans(),
+    interrupts=st.booleans(),
+    more=st.sampled_from([0.0, 0.3]),
+    right=st.sampled_from([None, None, 0.03, 0.3, 0.97]),
+    early=st.booleans(),
+)
+def test_any_timing_keeps_the_bound_and_the_ledgers(seed, eta, policy, failing, interrupts, more, right, early):
+    """`right`: sample dynamically: batches are filled with mixed groups, and uniform ones dropped, to the token.
+    `early`: the run is stopped long before its last step."""
+    faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
+    if right:
+        faults |= {"right": right, "max_zero_variance": 10_000}
+    steps = 5 if right else 30
+    config, rng, engine, ledger, controller = build(
+        seed, steps=1000 if early else steps, eta=eta, policy=policy, interrupts=interrupts, more=more, **faults
+    )
+    manifests = run_virtual(train(controller, rng, steps, linger_s=0.0 if early else 1.0))
+    assert controller.running_groups == 0
+    check_ledgers(controller, engine, ledger, manifests)
+    assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * steps
+    for manifest in manifests:
+        lags = [manifest.step - 1 - summary.min_version for summary in ledger.summaries(manifest.step)]
+        assert min(lags) >= 0
+        if policy in ("wait", "drop"):
+            assert max(lags) <= eta
+        if eta == 0 and policy != "admit":
+            assert set(lags) == {0}
+        assert not right or {summary.correct for summary in ledger.summaries(manifest.step)} == {1}  # of two
+    if right:
+        dropped, of_uniform = ledger.dropped(), controller.rewards.uniform_tokens
+        assert dropped["zero_variance"] > 0
+        if not failing and set(dropped) == {"zero_variance"}:
+            assert ledger.tokens().dropped == of_uniform
+        else:  # groups that no server took have sampled nothing; unreadable responses are dropped too
+            assert ledger.tokens().dropped >= of_uniform
+
+
+@pytest.mark.parametrize(("interrupts", "fail"), [(False, 0.0), (True, 0.1)])
+def test_a_thousand_steps_under_a_virtual_clock(interrupts, fail):
+    config, rng, engine, ledger, controller = build(7, steps=1000, eta=2, interrupts=interrupts, generation=fail)
+    manifests = run_virtual(train(controller, rng, 1000))
+    assert len(manifests) == 1000
+    assert len(engine.loads) == len(set(engine.loads)) > 4
+    check_ledgers(controller, engine, ledger, manifests)
+    assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
+    mixed = [group.max_version > group.min_version for step in range(1, 1001) for group in ledger.summaries(step)]
+    assert (engine.interrupted > 1000) == (sum(mixed) > 1000) == interrupts
