@@ -213,4 +213,4 @@ def _bounded_weight(log_weight: Tensor, mask: Tensor, config: AlgorithmConfig) -
     return torch.where(masked, 0.0, weight), capped, masked
 
 
-assert _FUNCTIONS.keys() == OBJECTIVES.keys(), f"no function for {OBJECTIVES.keys() - _FUNCTIONS.keys()}"
+assert _FUNCTIONS.keys() == OBJECTIVES.keys()

@@ -3,7 +3,8 @@
 A seeded sample of the mutants that cosmic-ray knows of a module, spread over the modules by their size. Each mutant is
 one change in a copy of the source tree, in which that module's tests run within a bound of CPU seconds. A mutant that
 no test kills survives: it is equivalent to the original, or a test is missing. Annotations are left alone, as nothing
-evaluates them, and so is what `@dataclass` is told: that records are frozen is for people and type checkers.
+evaluates them, and so is what is for people and type checkers: protocols, that records are frozen, and that arguments
+have to be named.
 
     make mutants ARGS="--sample 300 --seed 1"      the last line printed is one JSON object
 """
@@ -86,16 +87,27 @@ def mutants(module: str) -> Iterator[Mutant]:
 
 
 def declarations(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations and decorators of dataclasses begin and end, as (line, column)."""
-    found: list[ast.expr] = []
+    """Where annotations, decorators of dataclasses, protocols and marks of keyword-only arguments begin and end, as
+    (line, column)."""
+    found: list[ast.expr | ast.stmt] = []
+    marks: list[tuple[tuple[int, int], tuple[int, int]]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.AnnAssign | ast.arg) and node.annotation is not None:
             found.append(node.annotation)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
-            found.append(node.returns)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [] if node.returns is None else [node.returns]
+            if node.args.kwonlyargs and node.args.vararg is None:
+                before = [*node.args.args, *node.args.defaults]
+                start = max(
+                    ((one.end_lineno or 0, one.end_col_offset or 0) for one in before), default=(node.lineno, 0)
+                )
+                marks.append((start, (node.args.kwonlyargs[0].lineno, node.args.kwonlyargs[0].col_offset)))
         elif isinstance(node, ast.ClassDef):
+            protocol = any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+            found += node.body if protocol else []
             found += [one for one in node.decorator_list if "dataclass" in ast.unparse(one)]
-    return [((one.lineno, one.col_offset), (one.end_lineno or one.lineno, one.end_col_offset or 0)) for one in found]
+    ends = [((one.lineno, one.col_offset), (one.end_lineno or one.lineno, one.end_col_offset or 0)) for one in found]
+    return [*marks, *ends]
 
 
 def sample(size: int, seed: int, modules: list[str]) -> list[Mutant]:

@@ -322,6 +322,18 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
     assert newest_step(store) == 1
 
 
+@pytest.mark.parametrize(("moved", "to"), [(2, 3), (2, 1)])
+def test_a_checkpoint_under_the_name_of_another_step_is_none(
+    store: Storage, tmp_path: Path, moved: int, to: int
+) -> None:
+    save(store, tmp_path, moved)
+    for name in list(store.list("checkpoints")):
+        store.put_bytes(name.replace(f"step-00000{moved}", f"step-00000{to}"), store.get_bytes(name))
+        store.delete(name)
+    with pytest.raises(StorageError, match="of 1 checkpoints none is whole"):
+        checkpoint.newest(store)
+
+
 def test_a_first_checkpoint_that_is_written_while_it_is_looked_for_is_not_a_broken_one(
     store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,8 @@ def test_minibatches_are_keyed_by_seed_and_step():
         ([(3, [2]), (0, [4]), (0, [3])], [[(0, (0,))], [(1, (0,)), (2, (0,))]]),
         # The prompt of completions that cost nothing is not paid: they are placed last, on the rank with the fewest.
         ([(9, [0]), (0, [4]), (0, [3, 2])], [[(2, (0, 1))], [(0, (0,)), (1, (0,))]]),
+        # The dearest is placed first, however little it costs beside its prompt.
+        ([(9, [0.5]), (0, [5]), (0, [4])], [[(0, (0,))], [(1, (0,)), (2, (0,))]]),
         # Completions that cost nothing go with their group, or to the rank with the fewest.
         ([(5, [9, 0, 0]), (5, [0, 0]), (5, [0])], [[(0, (0, 1, 2))], [(1, (0, 1)), (2, (0,))]]),
     ],
