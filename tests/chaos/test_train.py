@@ -27,7 +27,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prefect_server_dies_and_is_started_again(state: Path) -> None:
     with Train(state, _STEPS) as train:
         train.until_step(2)
-        train.kill("prefect server")
+        train.kill("flows.prefect_server")
         train.completed(_STEPS)
         assert train.output().count("prefect-server was killed by SIGKILL") == 1
 
@@ -35,7 +35,7 @@ def test_prefect_server_dies_and_is_started_again(state: Path) -> None:
 def test_prefect_server_hangs_until_after_the_end_of_the_run(state: Path) -> None:
     with Train(state, _STEPS) as train:
         train.until_step(2)
-        server = train.pid("prefect server")
+        server = train.pid("flows.prefect_server")
         os.kill(server, signal.SIGSTOP)
         train.wait_for("the summary", train.run.summary.exists)
         time.sleep(70)  # longer than a client of Prefect's waits for a response

@@ -33,7 +33,7 @@ KINDS = {  # and what tells them by their command lines
     "flow": "prefect.engine",
     "worker": "flows.worker",
     "mlflow": "mlflow server",
-    "prefect": "prefect server",
+    "prefect": "flows.prefect_server",
 }
 ENDLESS = 10_000  # steps of a run that only what is done to it ends
 T = TypeVar("T")
