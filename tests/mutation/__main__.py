@@ -60,7 +60,7 @@ MODULES = {  # and the tests that are to kill their mutants
     "areal_core/api/wire.py": ("tests/unit/api",),
 }
 CPU_S = 60
-WALL_S = 600  # for tests that wait without working
+WALL_S = 180  # for tests that wait without working
 _LEAST = 8  # mutants of a module, so that a small one is tested too
 _COPIED = ("areal_core", "benchmarks", "flows", "tests", "conf", "docs", "pyproject.toml", "README.md")
 
