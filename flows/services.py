@@ -102,9 +102,10 @@ class Services:
         options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
-        # Foreign programs don't call `process.adopt`. Safe here: no thread of this process holds a lock.
+        # Foreign programs don't call `process.adopt`. Safe here: no thread of this process holds a lock. A service that
+        # is not needed (MLflow) takes the last words of runs first; the sweeper ends it.
         started = children.start(
-            name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
+            name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=needed
         )
         self._services.append(_Service(started, grace_s, sessions, needed, again))
 
