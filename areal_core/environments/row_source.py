@@ -99,8 +99,8 @@ def same(text: str) -> str:
 
 
 def overlapping(texts: Sequence[str], reserved: Iterable[str]) -> list[bool]:
-    """Whether each of `texts` equals one of `reserved`, or shares a run of 13 words with one: lower case, without
-    punctuation, as Brown et al., 2020 (GPT-3, appendix C) looked for test data in what they trained on. As there, a run
+    """Whether each of `texts` equals one of `reserved`, or shares a run of 13 words with one. Case and punctuation do
+    not count. Brown et al., 2020 (GPT-3, appendix C) looked so for test data in what they trained on. As there, a run
     that more than ten of `texts` have says nothing: it is an idiom, or the wording of whoever made the file."""
     reserved = list(reserved)
     equals, runs = set(map(same, reserved)), {run for text in reserved for run in _runs(text)}

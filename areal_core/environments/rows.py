@@ -157,8 +157,8 @@ class Field:
 
 
 def wording(setting: str, source: str) -> Callable[[Fields], str]:
-    """What words a row by a Jinja template over its fields. Raises ConfigError, naming the setting, for one that is no
-    template; what it returns does for a row that the template fails with."""
+    """A function that words a row by a Jinja template over its fields. Raises ConfigError, which names the setting, for
+    text that is no template. The function raises it for a row that the template fails with."""
     try:
         template = _TEMPLATES.from_string(source)
     except jinja2.TemplateError as error:

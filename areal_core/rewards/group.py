@@ -106,7 +106,7 @@ class GroupRollout:
             truncated=np.array([trajectory.truncated for trajectory in trajectories], np.bool_),
         )
         versions = payload.versions[payload.versions >= 0]
-        if self._policy.oldest is None or versions.min() < self._policy.oldest:
+        if versions.min() < self._policy.oldest:
             raise RewardError("environment: a token has a version older than any that sampled for the group")
         packed, checksums = pack_group(payload)
         summary = GroupSummary(
@@ -139,7 +139,7 @@ class _Policy:
         self._new: list[SampleRequest] = []
         self._called = asyncio.Event()
         self.sampled_tokens = 0
-        self.oldest: int | None = None  # version that has sampled any of them
+        self.oldest = math.inf  # version that has sampled any of them
 
     async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
         room = self.room(token_ids)
@@ -166,8 +166,7 @@ class _Policy:
     def deliver(self, arrived: Sequence[Arrival], completions: Sequence[Completion]) -> None:
         for one, completion in zip(arrived, completions, strict=True):
             self.sampled_tokens += len(completion.token_ids)
-            version = int(completion.versions.min())
-            self.oldest = version if self.oldest is None else min(version, self.oldest)
+            self.oldest = min(self.oldest, completion.versions.min())
             key = one.request, one.index
             wanted = self._wanted.pop(key, None)
             if wanted is None or wanted.cancelled():

@@ -111,14 +111,16 @@ class AdmittedGroup:
 class Selection:
     """How a batch is put together (paper, section 4.1; the policies bound what the aggregate rule does not).
 
-    admit: the READY groups admitted first; a straggler may exceed eta. wait: the READY groups with the oldest tokens,
-    unless later steps could then not take all others before they exceed eta. drop: as admit, but a group whose oldest
-    token would exceed eta is dropped and its prompt queued again, at most `max_requeues` times.
+    - admit: the READY groups that were admitted first. A straggler may exceed eta.
+    - wait: the READY groups with the oldest tokens. Where the groups left could then not all be trained within eta, the
+      batch waits.
+    - drop: as admit, but a group whose oldest token would exceed eta is dropped. Its prompt is queued again, at most
+      `max_requeues` times.
     """
 
     groups: int  # P
     rule: str
-    max_staleness: int
+    max_staleness: int  # eta
     max_requeues: int
 
 
@@ -443,10 +445,9 @@ class TrajectoryLedger:
     def _must_wait(self, step: int, selection: Selection) -> bool:
         """Whether the batch of `step` has to wait for a running group, so that no token exceeds eta.
 
-        A group with tokens of version v is due at step v + eta + 1. After `step`, as many groups may be left that are
-        due by step s as the steps until s take: (s - step) P. Taking first what is due first leaves the fewest for
-        every s, so that waiting is needed where this leaves too many. A group that is admitted within Eq. 3 never does
-        (docs/algorithm.md, Staleness)."""
+        A group with tokens of version v is due at step v + eta + 1, the last that may train on it. The steps after this
+        one, up to s, take (s - step) P groups: no more may be left that are due by s. Taking first what is due first
+        leaves the fewest for every s. docs/algorithm.md has the proof, under "When a batch waits"."""
         ages = self._db.execute(
             "SELECT min_version, COUNT(*) AS groups, SUM(state = 'ready') AS ready FROM groups"
             " WHERE state IN ('inflight', 'ready') GROUP BY min_version ORDER BY min_version"
