@@ -83,6 +83,10 @@ class SessionLostError(RewardError):
     """The process that a group was suspended in is gone, with another group's work: nothing that this one has done."""
 
 
+class RolloutLimitError(ArealError):
+    """A rollout asks its policy for more than its context or its turns allow."""
+
+
 class UserCodeError(ArealError):
     """A verifier or an environment has a bug that ends the run: another try would end the same."""
 

@@ -1,6 +1,7 @@
 """Records that stages exchange. Frozen and typed; shapes and units are noted at the field.
 
-Axes: G completions of a group, L tokens of one completion, T tokens of all completions of a group laid end to end.
+Axes: G rollouts of a group, S token sequences of all of them, Q distinct prompts of these, L tokens of one sequence, T
+tokens of all sequences of a group after their prompts, laid end to end.
 This module imports neither torch nor anything that talks to the outside.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 12  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 13  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
@@ -39,6 +40,7 @@ class Outcome(StrEnum):
     NO_ANSWER = "no_answer"  # it gives none
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
     TIMED_OUT = "timed_out"  # the answer takes the verifier to its limits, or ends its process; in a fresh one, too
+    OVER_LIMIT = "over_limit"  # the rollout has no room for another turn, or no turn left
     FAILED = "failed"  # the verifier itself did
 
 
@@ -95,11 +97,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """An environment's request to the policy: `n` completions of `token_ids`."""
+    """Calls of rollouts to the policy that want a completion of the same `token_ids`: one for each."""
 
     token_ids: tuple[int, ...]
-    n: int
+    calls: tuple[tuple[int, int], ...]  # (rollout of the group, its call, counted from 0)
     max_tokens: int  # of each completion
+    stop: tuple[int, ...] = ()  # tokens that end a completion, beside those that end every one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,63 +113,93 @@ class Segment:
     loss_mask: BoolArray  # [L] tokens that the policy is trained on; only tokens that it sampled
     logprobs: Float32Array  # [L] under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [L] policy version that sampled the token; -1 where none did
+    call: int = -1  # the rollout's call that sampled it, counted from 0; -1: none
+    reward: float = 0.0  # of this turn, for algorithm.credit=turn; the rollout's own counts at its last turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The result of one rollout: segments in their order, the first of which is the prompt, and a reward."""
+    """One token sequence of a rollout: segments in their order. The first is its prompt, what it began with."""
 
     segments: tuple[Segment, ...]
+    reward: float | None = None  # its own, for algorithm.credit=sequence; None: the rollout's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One attempt at a task: its sequences, and a reward for all of them."""
+
     reward: float | None  # None: its verifier found no result, and it is left out
     outcome: Outcome  # for the curves; training sees the reward alone
-    truncated: bool = False  # it ran into the length limit
+    trajectories: tuple[Trajectory, ...] | None = None  # None: as its policy has recorded them
+    truncated: bool | None = None  # it ran into the length limit; None: if its last turn did
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # by curve name: means over the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """What the trainer learns from: trajectories of one group, without their prompt, laid end to end."""
+    """What the trainer learns from: sequences of one group, without their prompts, laid end to end."""
 
-    prompt_tokens: Int32Array  # [L_prompt] the first segment, the same in all of them
-    lengths: Int32Array  # [N] tokens of each trajectory after its prompt; T is their sum
+    prompts: tuple[Int32Array, ...]  # [Q] what sequences begin with, each once
+    prompt_of: Int32Array  # [S] of each sequence
+    lengths: Int32Array  # [S] tokens of each sequence after its prompt; T is their sum
     tokens: Int32Array  # [T] completions, end tokens included, and the environment's messages between them
     loss_mask: BoolArray  # [T] tokens that the policy is trained on; none where there is no reward
     logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [T] policy version that sampled the token; -1 where none did
-    truncated: BoolArray  # [N] the trajectory ran into the length limit
+    truncated: BoolArray  # [S] the rollout that it belongs to ran into the length limit
+    loss_tokens: Int32Array  # [S] tokens that this rollout is trained on, in all of its sequences
+
+
+class Return(NamedTuple):
+    """What a part of a sequence has earned: its reward, and those of later turns with their discount."""
+
+    sequence: int
+    end: int  # tokens of the sequence after its prompt, up to the part's end; it begins where the one before ends
+    value: float | None  # None: no result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedGroup:
     """What it takes to read a group's payload, and its rewards."""
 
-    lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
+    prompts: tuple[int, ...]  # [Q] tokens of each distinct prompt
+    prompt_of: tuple[int, ...]  # [S] prompt of each sequence
+    rollout_of: tuple[int, ...]  # [S] rollout of each sequence, ascending
+    lengths: tuple[int, ...]  # [S] tokens of each sequence after its prompt
+    loss_tokens: tuple[int, ...]  # [G] tokens that each rollout is trained on
     rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
     truncated: tuple[bool, ...]  # [G] it ran into the length limit
-    prompt_tokens: int = 0  # tokens of the prompt
-    checksums: tuple[int, ...] = ()  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
+    tokens: int  # sampled ones of all sequences
+    returns: tuple[Return, ...] = ()  # by sequence and end; empty: algorithm.credit=rollout
+    checksums: tuple[int, ...] = ()  # [Q + S] CRC-32 of the parts of its payload (api.scored_groups)
+
+    @property
+    def compared(self) -> set[float]:
+        """The distinct values that advantages compare. A single one teaches nothing."""
+        values = [part.value for part in self.returns] if self.returns else self.rewards
+        return {value for value in values if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary(PackedGroup):
     """What the ledger and the metrics need of a group without opening its payload."""
 
-    tokens: int  # sampled ones of all trajectories
     min_version: int  # oldest token
     max_version: int
-    outcomes: dict[Outcome, int]  # trajectories of each, of G
-    unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
-    # The environment's numbers by curve name, of the trajectories that have them.
+    outcomes: dict[Outcome, int]  # rollouts of each, of G
+    unused_tokens: int = 0  # sampled ones that the environment took into no sequence
+    # The environment's numbers by curve name, of the rollouts that have them.
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
     @property
     def correct(self) -> int:
-        """Trajectories that were right, of G."""
+        """Rollouts that were correct, of G."""
         return self.outcomes.get(Outcome.CORRECT, 0)
 
     @property
     def judged(self) -> int:
-        """Trajectories that have a reward, of G."""
+        """Rollouts that have a reward, of G."""
         return sum(reward is not None for reward in self.rewards)
 
 

@@ -31,8 +31,9 @@ from areal_core.training.batching.partition import Part
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.flops import data_sheet, peak_flops_per_s, peak_memory_bytes, step_flops
-from areal_core.types import Completion, Float32Array, GenerationRequest, GroupPayload
+from areal_core.types import Completion, Float32Array, GenerationRequest
 from benchmarks import _harness
+from tests.support.records import credits_of, group_payload
 
 CPU = torch.device("cpu")
 MODELS = {"0.5b": SPECS["0.5b"], "1.5b": SPECS["1.5b-tied"]}
@@ -188,16 +189,14 @@ def _across_a_swap(
         labels = np.arange(size.completion_tokens) >= (before if request in early else 0)
         wrong += sum(int(np.count_nonzero(one.versions != labels)) for one in completions)
         lengths = np.array([len(one.token_ids) for one in completions], np.int32)
-        payloads[group] = GroupPayload(
-            prompt_tokens=np.array(request.token_ids, np.int32),
-            lengths=lengths,
+        payloads[group] = group_payload(
+            np.array(request.token_ids, np.int32),
+            lengths,
             tokens=np.concatenate([one.token_ids for one in completions]),
-            loss_mask=np.ones(lengths.sum(), np.bool_),
             logprobs=np.concatenate([one.logprobs for one in completions]),
             versions=np.concatenate([one.versions for one in completions]),
-            truncated=np.zeros(n, np.bool_),
         )
-    advantages = np.tile([1.0, -1.0], (len(requests), n // 2))
+    advantages = credits_of(np.tile([1.0, -1.0], (len(requests), n // 2)), list(payloads.values()))
     share = [Part(group, tuple(range(n))) for group in payloads]
     return build_batch(2, [share], payloads, advantages, capacity=4096), wrong
 

@@ -29,9 +29,10 @@ from areal_core.training.batching.partition import Part
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.warmup import embedded_spec
-from areal_core.types import Float32Array, GroupPayload
+from areal_core.types import Float32Array
 from benchmarks._harness import in_turns
 from benchmarks._padded_training import PaddedTraining
+from tests.support.records import credits_of, group_payload
 
 BATCH_TOKENS = 8192  # real ones, prompts included; the group that goes beyond is the last one
 SORTED_CAPACITIES = (512, 1024, 2048, 4096)  # tokens of a padded micro-batch; the fastest counts
@@ -144,7 +145,7 @@ class PackedArm:
 
     def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
         if not self._shared:
-            batch = dataclasses.replace(batch, groups=None)  # packs of whole sequences
+            batch = dataclasses.replace(batch, prompts=None)  # packs of whole sequences
         if self._capacity:
             batch = dataclasses.replace(batch, capacity=self._capacity)
         return self._engine.train_step(batch, proximal).loss
@@ -182,19 +183,17 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
     vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
     for index, (prompt, completions) in enumerate(setting.groups(config, seed)):
         tokens = int(completions.sum())
-        payloads[index] = GroupPayload(
-            prompt_tokens=rng.integers(0, vocabulary, prompt).astype(np.int32),
-            lengths=completions,
+        payloads[index] = group_payload(
+            rng.integers(0, vocabulary, prompt).astype(np.int32),
+            completions,
             tokens=rng.integers(0, vocabulary, tokens).astype(np.int32),
-            loss_mask=np.ones(tokens, np.bool_),
             logprobs=(rng.normal(size=tokens) / 10 - np.log(vocabulary)).astype(np.float32),
-            versions=np.zeros(tokens, np.int32),
-            truncated=np.zeros(len(completions), np.bool_),
         )
         total += tokens + prompt * len(completions)
         if total >= BATCH_TOKENS:
             break
-    advantages = np.array([2.0 * (np.arange(len(group.lengths)) % 2) - 1.0 for group in payloads.values()])
+    groups = list(payloads.values())
+    advantages = credits_of([2.0 * (np.arange(len(group.lengths)) % 2) - 1.0 for group in groups], groups)
     capacity = config.training.microbatch_tokens
     share = [Part(index, tuple(range(len(group.lengths)))) for index, group in payloads.items()]
     return build_batch(1, [[], share], payloads, advantages, capacity=capacity, share_prompts=True)
@@ -203,7 +202,7 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
 def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
     """The batch in micro-batches of whole sequences within `capacity`, "dynamic" or "fixed"."""
     if how == "dynamic":
-        return dataclasses.replace(batch, capacity=capacity, groups=None)
+        return dataclasses.replace(batch, capacity=capacity, prompts=None)
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
     return FixedBatch(**values | {"capacity": capacity, "groups": None, "longest": LONGEST})
 
@@ -252,8 +251,8 @@ def sharing_arms(setting: Setting) -> dict[str, Arm]:
 def saved(name: str) -> float:
     """Tokens of the trajectories of a batch, over those that are left where a group has its prompt once."""
     batch = make_batch(SHARING[name], 0)
-    assert batch.groups is not None
-    _, first = np.unique(batch.groups, return_index=True)
+    assert batch.prompts is not None
+    _, first = np.unique(batch.prompts, return_index=True)
     return len(batch.tokens) / (len(batch.tokens) - batch.prompt_lengths.sum() + batch.prompt_lengths[first].sum())
 
 

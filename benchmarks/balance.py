@@ -46,7 +46,7 @@ from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.planning.time_model import SPECS
 from areal_core.rewards.group import GroupRollout, Requests
-from areal_core.training.batching.partition import GroupCost, shard
+from areal_core.training.batching.partition import Part, PromptCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt
 from benchmarks import _harness
@@ -73,19 +73,20 @@ def lengths(rng: np.random.Generator, groups: int) -> np.ndarray:
 def rank_share(seed: int, groups: int) -> dict[int, float]:
     drawn = lengths(np.random.default_rng(seed), groups).tolist()
     # Where a GPU trains, every completion has its prompt to itself.
-    costs = [training_cost(MODEL, PROMPT, completions, shared=False) for completions in drawn]
-    total = sum(sum(cost.completions) for cost in costs)
+    costs = [training_cost(MODEL, PROMPT, completions, shared=False)[1] for completions in drawn]
+    total = sum(map(sum, costs))
     return {ranks: total / ranks / _ends(costs, ranks, seed) for ranks in RANKS}
 
 
-def _ends(costs: Sequence[GroupCost], ranks: int, seed: int) -> float:
+def _ends(costs: Sequence[Sequence[float]], ranks: int, seed: int) -> float:
     """The work of the rank that ends last, over all minibatches: ranks wait for each other at the end of each."""
-    shares = shard(costs, MINIBATCHES, ranks, seed=seed, step=1)
-    work = [
-        [sum(costs[part.group].completions[index] for part in parts for index in part.completions) for parts in rank]
-        for rank in shares
-    ]
-    return sum(max(of_ranks) for of_ranks in zip(*work, strict=True))
+    groups = [[PromptCost(0, completions, range(GROUP))] for completions in costs]
+    shares = shard(groups, MINIBATCHES, ranks, seed=seed, step=1)
+
+    def work(parts: Sequence[Part]) -> float:
+        return sum(costs[part.group][index] for part in parts for index in part.sequences)
+
+    return sum(max(map(work, of_ranks)) for of_ranks in zip(*shares, strict=True))
 
 
 # -- servers and rewards ---------------------------------------------------------------------------------------
@@ -190,8 +191,7 @@ class Rewards:
         )
 
     def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
-        limit = self._config.task.max_new_tokens
-        return _Session(GroupRollout(self._environment, prompt, n=GROUP, max_new_tokens=limit))
+        return _Session(GroupRollout(self._environment, prompt, self._config))
 
 
 class _Session:

@@ -65,9 +65,10 @@ from areal_core.rewards.remote import ANSWER_BYTES
 from areal_core.rewards.worker import advance
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import GroupPayload, GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
+from areal_core.types import GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
 from benchmarks import _answering_servers, _harness
 from tests.support.models import write_tiny
+from tests.support.records import group_payload, packed
 
 GROUP, TOKENS = 16, 8192
 BATCH = 512  # trajectories
@@ -212,26 +213,18 @@ class _Session:
 def scored_group() -> ScoredGroup:
     tokens, right = GROUP * TOKENS, GROUP // 2
     payload, checksums = pack_group(
-        GroupPayload(
-            prompt_tokens=np.array(PROMPT, np.int32),
-            lengths=np.full(GROUP, TOKENS, np.int32),
+        group_payload(
+            np.array(PROMPT, np.int32),
+            np.full(GROUP, TOKENS, np.int32),
             tokens=np.arange(tokens, dtype=np.int32),
             logprobs=np.full(tokens, -1, np.float32),
-            versions=np.zeros(tokens, np.int32),
-            loss_mask=np.ones(tokens, np.bool_),
-            truncated=np.zeros(GROUP, np.bool_),
         )
     )
     summary = GroupSummary(
-        lengths=(TOKENS,) * GROUP,
-        rewards=(1.0,) * right + (0.0,) * (GROUP - right),
-        tokens=tokens,
+        **packed((TOKENS,) * GROUP, len(PROMPT), checksums=checksums),
         min_version=0,
         max_version=0,
         outcomes={Outcome.CORRECT: right, Outcome.INCORRECT: GROUP - right},
-        truncated=(False,) * GROUP,
-        prompt_tokens=len(PROMPT),
-        checksums=checksums,
     )
     return ScoredGroup(payload=payload, summary=summary)
 

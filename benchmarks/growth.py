@@ -42,6 +42,7 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion, Tally
 from benchmarks import _harness
+from tests.support.records import packed
 
 GROUP, TOKENS = 8, 4096  # completions of a group, and all their tokens
 AHEAD = 2  # batches that are buffered
@@ -50,15 +51,10 @@ EVALUATED_EVERY = 5  # steps
 _DROPPED = 10  # one group in so many
 _SEGMENT_GROUPS = 2**14  # 64 MiB of payloads
 _SUMMARY = GroupSummary(
-    lengths=(TOKENS // GROUP,) * GROUP,
-    rewards=(1.0, 0.0) * (GROUP // 2),
-    tokens=TOKENS,
+    **packed((TOKENS // GROUP,) * GROUP, 50, checksums=(2**31,) * 9),
     min_version=0,
     max_version=0,
     outcomes={Outcome.CORRECT: GROUP // 2, Outcome.INCORRECT: GROUP // 2},
-    truncated=(False,) * GROUP,
-    prompt_tokens=50,
-    checksums=(2**31,) * 7,
 )
 _STALENESS = {"0": 1000, "1": 11000, "2": 800}
 

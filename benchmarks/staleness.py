@@ -47,7 +47,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.folders import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights
-from areal_core.training.batching.partition import GroupCost, shard
+from areal_core.training.batching.partition import PromptCost, shard
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -252,7 +252,7 @@ class LaggedTraining:
         config = self._config
         summaries = [group.summary for group in scored]
         shares = shard(
-            [GroupCost(0, summary.lengths) for summary in summaries],
+            [[PromptCost(0, summary.lengths, range(len(summary.lengths)))] for summary in summaries],
             config.training.minibatches,
             1,
             seed=config.seed,
@@ -262,12 +262,7 @@ class LaggedTraining:
             step,
             shares[0],
             {index: unpack_group(group.payload, group.summary) for index, group in enumerate(scored)},
-            advantages_of(
-                [group.summary.rewards for group in scored],
-                [group.summary.lengths for group in scored],
-                config.algorithm,
-                config.task.max_new_tokens,
-            ),
+            advantages_of(summaries, config.algorithm, config.task.max_new_tokens),
             capacity=config.training.microbatch_tokens,
             algorithm=config.algorithm,
             max_new_tokens=config.task.max_new_tokens,

@@ -1,7 +1,7 @@
-"""Scored trajectory groups as bytes, of which a rank reads its own completions and nothing else.
+"""Scored trajectory groups as bytes, of which a rank reads its own sequences and nothing else.
 
-    prompt | trajectory 0 | trajectory 1 | ...           one part each, end to end
-      |           `- tokens int32[L] | logprobs float32[L] | versions int32[L] | loss_mask bool[L]
+    prompt 0 | ... | sequence 0 | sequence 1 | ...       one part each, end to end
+      |               `- tokens int32[L] | logprobs float32[L] | versions int32[L] | loss_mask bool[L]
       `- int32[L_prompt]                                 all little-endian
 
 There is no header: where a part lies follows from the lengths, which the description of a batch has, beside the
@@ -56,9 +56,9 @@ def segment_file(folder: Path, segment: str) -> Path:
     return folder / f"{segment}{SUFFIX}"
 
 
-def part_spans(prompt_tokens: int, lengths: Sequence[int]) -> list[Span]:
-    """Where the parts of a payload lie: the prompt, and each of the trajectories."""
-    sizes = [_PROMPT.itemsize * prompt_tokens, *(_TOKEN_BYTES * length for length in lengths)]
+def part_spans(prompts: Sequence[int], lengths: Sequence[int]) -> list[Span]:
+    """Where the parts of a payload lie: each of the prompts, and each of the sequences, by their tokens."""
+    sizes = [*(_PROMPT.itemsize * tokens for tokens in prompts), *(_TOKEN_BYTES * length for length in lengths)]
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -96,39 +96,38 @@ def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
         array: np.ndarray = getattr(payload, name)
         assert array.dtype == dtype, f"{name}: {array.dtype}"
         assert array.shape == (int(payload.lengths.sum()),), f"{name}: {array.shape}"
-    assert payload.prompt_tokens.dtype == _PROMPT, f"prompt_tokens: {payload.prompt_tokens.dtype}"
-    parts = [payload.prompt_tokens.tobytes()]
+    assert all(prompt.dtype == _PROMPT for prompt in payload.prompts), "prompts: they must be int32"
+    parts = [prompt.tobytes() for prompt in payload.prompts]
     for start, end in zip(ends - payload.lengths, ends, strict=True):
         parts.append(b"".join(getattr(payload, name)[start:end].tobytes() for name in _FIELDS))
     return b"".join(parts), tuple(map(zlib.crc32, parts))
 
 
-def read_group_file(folder: Path, group: BatchGroup, completions: Sequence[int]) -> GroupPayload:
+def read_group_file(folder: Path, group: BatchGroup, sequences: Sequence[int]) -> GroupPayload:
     """As `read_group`, from the segment in `folder`. Raises OSError, too."""
     with segment_file(folder, group.segment).open("rb") as segment:
 
         def read(spans: Sequence[Span]) -> list[bytes]:
             return [os.pread(segment.fileno(), end - start, start) for start, end in in_segment(group, spans)]
 
-        return read_group(read, group, completions)
+        return read_group(read, group, sequences)
 
 
 def read_group(
-    read: Callable[[Sequence[Span]], list[bytes]], group: PackedGroup, completions: Sequence[int]
+    read: Callable[[Sequence[Span]], list[bytes]], group: PackedGroup, sequences: Sequence[int]
 ) -> GroupPayload:
-    """Some of a group's completions, in the order given. `read` returns the bytes of spans of its payload. Raises
-    StorageError for bytes that are not what was stored."""
-    spans = part_spans(group.prompt_tokens, group.lengths)
-    chosen = [0, *(1 + completion for completion in completions)]
+    """Some of a group's sequences, in the order given, and the prompts that they begin with. `read` returns the bytes
+    of spans of its payload. Raises StorageError for bytes that are not what was stored."""
+    spans, prompts = part_spans(group.prompts, group.lengths), sorted({group.prompt_of[index] for index in sequences})
+    chosen = [*prompts, *(len(group.prompts) + index for index in sequences)]
     parts = read([spans[part] for part in chosen])
     for part, data in zip(chosen, parts, strict=True):
         start, end = spans[part]
         if len(data) != end - start or zlib.crc32(data) != group.checksums[part]:
             raise StorageError(f"part {part} of a trajectory group is not what was stored")
-    prompt, *trajectories = parts
-    lengths = [group.lengths[completion] for completion in completions]
+    lengths = [group.lengths[index] for index in sequences]
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _FIELDS}
-    for data, length in zip(trajectories, lengths, strict=True):
+    for data, length in zip(parts[len(prompts) :], lengths, strict=True):
         at = 0
         for name, dtype in _FIELDS.items():
             columns[name].append(np.frombuffer(data, dtype, length, at))
@@ -136,9 +135,12 @@ def read_group(
     joined: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, _FIELDS[name]), *arrays]) for name, arrays in columns.items()
     }
+    rollouts = [group.rollout_of[index] for index in sequences]
     return GroupPayload(
-        prompt_tokens=np.frombuffer(prompt, _PROMPT),
+        prompts=tuple(np.frombuffer(data, _PROMPT) for data in parts[: len(prompts)]),
+        prompt_of=np.array([prompts.index(group.prompt_of[index]) for index in sequences], np.int32),
         lengths=np.array(lengths, np.int32),
-        truncated=np.array([group.truncated[completion] for completion in completions], np.bool_),
+        truncated=np.array([group.truncated[rollout] for rollout in rollouts], np.bool_),
+        loss_tokens=np.array([group.loss_tokens[rollout] for rollout in rollouts], np.int32),
         **joined,
     )

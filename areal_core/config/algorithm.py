@@ -43,8 +43,11 @@ class AlgorithmConfig:
 
     objective: str = "decoupled"  # one of OBJECTIVES, or a function of one's own as "package.module:function"
     loss_mean: str = choice("token", "token", "sequence", "constant")
+    loss_unit: str = choice("rollout", "rollout", "sequence")  # that loss_mean counts once: all its sequences, or each
     advantage: str = choice("group", "group", "group_mean", "batch", "batch_tokens", "leave_one_out")
-    group_size: int = bounded(16, low=1)  # G, completions of one prompt
+    credit: str = choice("rollout", "rollout", "sequence", "turn")  # what has a return, and so an advantage, of its own
+    discount: float = bounded(1.0, low=0.0, high=1.0)  # credit=turn: of a later turn's reward, for each turn between
+    group_size: int = bounded(16, low=1)  # G, rollouts of one prompt
     clip_eps: float = bounded(0.2, above=0.0)  # of the lower bound, 1 - eps; from 1 on there is none
     clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
     behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: none

@@ -183,14 +183,14 @@ def trajectory_table(
     for group, prompt in zip(manifest.groups, prompts, strict=False):
         payload = read_group_file(folder, group, range(min(_OF_EACH, len(group.lengths))))
         end = 0
-        for length, reward in zip(payload.lengths.tolist(), group.rewards, strict=False):
+        for length, rollout in zip(payload.lengths.tolist(), group.rollout_of, strict=False):
             start, end = end, end + length
             rows.append(
                 {
                     "step": manifest.step,
                     "prompt": prompt,
                     "completion": tokenizer.decode(payload.tokens[start:end].tolist()),
-                    "reward": reward,
+                    "reward": group.rewards[rollout],
                     "versions": _spans(payload.versions[start:end]),
                 }
             )

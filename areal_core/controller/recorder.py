@@ -84,7 +84,7 @@ class Recorder:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
-        completions, judged = sum(len(group.lengths) for group in groups), sum(group.judged for group in groups)
+        rollouts, judged = sum(len(group.rewards) for group in groups), sum(group.judged for group in groups)
         lag = [step - 1 - group.min_version for group in groups]
         self.log(
             step,
@@ -94,12 +94,12 @@ class Recorder:
                 "reward/correct": sum(group.correct for group in groups) / judged,
                 "reward/zero_variance": self._zero_variance(groups),
                 **{
-                    f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / completions
+                    f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / rollouts
                     for outcome in Outcome
                 },
-                "completion/tokens_mean": sum(group.tokens for group in groups) / completions,
+                "completion/tokens_mean": sum(group.tokens for group in groups) / rollouts,
                 "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
-                "completion/truncated": sum(sum(group.truncated) for group in groups) / completions,
+                "completion/truncated": sum(sum(group.truncated) for group in groups) / rollouts,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
                 "staleness/oldest_token_max": max(lag),
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
@@ -125,7 +125,7 @@ class Recorder:
     def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
         """The share of a batch's groups whose rewards are all equal. With advantages over the batch 1 where all of its
         rewards are equal, else 0."""
-        rewards = [{reward for reward in group.rewards if reward is not None} for group in groups]
+        rewards = [group.compared for group in groups]
         if self._config.algorithm.advantage.startswith("batch"):
             rewards = [set[float]().union(*rewards)]
         return sum(len(each) == 1 for each in rewards) / len(rewards)

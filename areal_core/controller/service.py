@@ -37,6 +37,7 @@ from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import check_digests
 from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.registry import environment_class
 from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
@@ -76,7 +77,9 @@ class Service:
         if run.superseded.exists():
             self.ledger.notes.reopen()
             run.superseded.unlink()
-        self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
+        environment = environment_class(self.config)
+        most_tokens = environment.max_turns * self.config.task.max_new_tokens  # of a rollout
+        self.ledger.resume(self.config.algorithm.group_size * most_tokens)
         self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
@@ -109,6 +112,7 @@ class Service:
             payloads=self.payloads,
             ledger=self.ledger,
             stop_token_ids=Dialogue(self.config.task.chat, self.tokenizer).stop_token_ids(self.info.model_path),
+            opens_with_prompt=environment.opens_with_prompt,
         )
         self.servers.registry.subscribe(self._server_changed)
         self.servers.freed = self.controller.freed.notify

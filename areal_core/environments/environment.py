@@ -1,56 +1,86 @@
-"""The environment: what happens between a prompt and its rewards, as a coroutine over a policy.
+"""The environment: what happens between a task and its rewards, as a coroutine over a policy.
 
-    rollout_group(task, policy, n) -> n trajectories of one or more segments, each with a reward
+    rollout(task, policy) -> one or more token sequences, a reward
 
-A single-turn environment samples n completions and judges them; others take further turns. Rollouts that run side by
-side are resumed one by one, each as its completion ends. An environment runs in the workers of `areal_core.rewards`,
-and one that blocks its worker or takes it down costs little more than its own group. It is started again from its first
-completions when its worker is lost, so its side effects must bear repetition.
+A group is n rollouts of one task, side by side. An environment builds every prompt itself, the first one included; the
+policy records what it is fed and what it samples, so that nothing is tokenised twice. An environment runs in the
+workers of `areal_core.rewards`, and one that blocks its worker or takes it down costs little more than its own group.
+Its rollouts start again when their worker is lost, so side effects must bear repetition.
 
-Two environments are here: one completion a trajectory, and a second try after an incorrect first one.
+Two environments are here: one completion a rollout, and a second try after an incorrect first one.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import ClassVar, Protocol
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.verdicts import Judge, Verdict, Verifier
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
+from areal_core.types import Completion, Outcome, Prompt, Rollout, Trajectory
 
-__all__ = ["EnvContext", "Environment", "Policy", "Verdict", "Verifier", "given", "sampled", "side_by_side"]
+__all__ = ["EnvContext", "Environment", "Policy", "Verdict", "Verifier"]
 
 
 class Policy(Protocol):
-    """The policy as an environment sees it: tokens in; tokens with log-probabilities and versions out."""
+    """The policy as one rollout sees it: tokens in; tokens with log-probabilities and versions out."""
 
-    async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
-        """`n` completions of `token_ids`, of at most `max_tokens` tokens each; None: as many as the trajectory may
-        still have (`room`). A group begins with completions of its task's prompt: the first `n` that are requested, at
-        once or one after the other, are those. Several calls may wait at the same time; each returns when its own
-        completions have ended."""
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+        trained: bool = True,
+    ) -> Completion:
+        """A completion of `token_ids`, of at most `max_tokens` tokens; None: as many as there is `room` for. It ends
+        with an end token of the model or with one of `stop`, which it keeps. With `trained` False it stays out of the
+        loss.
+
+        It is recorded: where `token_ids` begin with all of a sequence that the rollout has already, this goes on with
+        that sequence, and what follows is the environment's message; else it begins another one, whose prompt they are.
+        Several calls may wait at the same time; each returns when its own completion has ended.
+
+        Raises RolloutLimitError where there is no room, or no turn left (`Environment.max_turns`): an environment may
+        catch it, and compact its context; else the rollout ends there, and is incorrect. Raises RewardError for
+        `max_tokens` beyond the room.
+        """
         ...
 
     def room(self, token_ids: Sequence[int]) -> int:
-        """Tokens that may follow `token_ids`, which begin with the prompt: all that a trajectory holds after its
-        prompt, the environment's messages included, is at most task.max_new_tokens."""
+        """Tokens that may follow `token_ids`. A sequence has at most task.max_new_tokens after its prompt, the
+        environment's messages included, and with it at most task.max_prompt_tokens + task.max_new_tokens."""
+        ...
+
+    def earn(self, completion: Completion, reward: float) -> None:
+        """Add to the reward of the turn that sampled this completion, for algorithm.credit=turn."""
+        ...
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """The sequences recorded so far, in the order of their first turns."""
         ...
 
 
-class Environment(Protocol):
+class Environment(ABC):
     """One kind of rollout. Registered by name in `environments.registry`, or named by import path."""
 
-    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
-        """`n` trajectories that begin with the same segment, the prompt, and hold a sampled token each. Raises
-        RewardError where a completion has no valid result."""
-        ...
+    opens_with_prompt: ClassVar[bool] = False
+    """Whether the first turn of every rollout samples from `task.token_ids`, as long as there is room. Then servers
+    compute that prompt once for a group, and begin before a worker has heard of it."""
+
+    max_turns: ClassVar[int] = 16
+    """Calls of `Policy.sample` of one rollout, beyond which it is over its limit."""
+
+    def __init__(self, context: EnvContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
+        """One attempt at a task. Raises RewardError where it has no valid result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +106,12 @@ class EnvContext:
             self.on_failure(verdict.failure)
         return verdict
 
-    def trajectory(
-        self, segments: Sequence[Segment], verdict: Verdict, last: Completion, **metrics: float
-    ) -> Trajectory:
-        """A trajectory that ends with this completion, and with the reward for this verdict. `metrics` become curves
+    def scored(self, verdict: Verdict, **metrics: float) -> Rollout:
+        """A rollout with the reward for this verdict and all sequences that were recorded. `metrics` become curves
         under environment/."""
-        return Trajectory(
-            segments=tuple(segments),
+        return Rollout(
             reward=self.reward(verdict.score),
             outcome=verdict.outcome,
-            truncated=last.finish_reason == "length",
             metrics={f"environment/{name}": value for name, value in metrics.items()},
         )
 
@@ -97,78 +123,44 @@ class EnvContext:
         return wrong + score * (right - wrong)
 
 
-async def side_by_side(rollouts: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """The trajectories of rollouts that do not wait for each other, in their order. The first failure ends them all."""
-    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
+class SingleTurn(Environment):
+    """One completion a rollout. Of one that was cut off, and so is wrong, the trainer decides whether it is left out of
+    the loss too (algorithm.truncated)."""
+
+    opens_with_prompt = True
+    max_turns = 1
+
+    async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
+        completion = await policy.sample(task.token_ids)
+        return self.context.scored(self.context.judge(task, completion))
 
 
-def given(token_ids: Sequence[int]) -> Segment:
-    """A segment that the policy did not sample: a prompt, or a message of the environment."""
-    length = len(token_ids)
-    return Segment(
-        token_ids=np.array(token_ids, np.int32),
-        loss_mask=np.zeros(length, np.bool_),
-        logprobs=np.zeros(length, np.float32),
-        versions=np.full(length, -1, np.int32),
-    )
-
-
-def sampled(completion: Completion, *, trained: bool = True) -> Segment:
-    """A completion as a segment; with `trained` False it stays in the trajectory and out of the loss."""
-    return Segment(
-        token_ids=completion.token_ids,
-        loss_mask=np.full(len(completion.token_ids), trained, np.bool_),
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-    )
-
-
-class SingleTurn:
-    """One completion a trajectory. Of one that was cut off, and so is wrong, the trainer decides whether it is left out
-    of the loss too (algorithm.truncated)."""
-
-    def __init__(self, context: EnvContext) -> None:
-        self._setting = context
-
-    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
-        return await side_by_side(self._rollout(task, policy) for _ in range(n))
-
-    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
-        [completion] = await policy.sample(task.token_ids)
-        verdict = self._setting.judge(task, completion)
-        return self._setting.trajectory([given(task.token_ids), sampled(completion)], verdict, completion)
-
-
-class TwoTurn(SingleTurn):
+class TwoTurn(Environment):
     """prompt | first try | message | second try
 
-    The first try stays in the trajectory, and in the loss: the reward is the trajectory's.
-    A trajectory that is right at the first try earns the full reward, at the second `environment.retry_score` of
-    it. A try that was cut off is wrong, and where no room is left for another the trajectory ends there."""
+    The first try stays in the trajectory, and in the loss: the reward is the rollout's.
+    A rollout that is right at the first try earns the full reward, at the second `environment.retry_score` of
+    it. A try that was cut off is wrong, and where no room is left for another the rollout ends there."""
+
+    opens_with_prompt = True
+    max_turns = 2
 
     def __init__(self, context: EnvContext) -> None:
         super().__init__(context)
         self._message = context.environment.retry_message
         context.dialogue.message(self._message, ())  # raises for what can't be spelt
 
-    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
-        [first] = await policy.sample(task.token_ids)
-        segments = [given(task.token_ids), sampled(first)]
-        verdict = self._setting.judge(task, first)
+    async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
+        first = await policy.sample(task.token_ids)
+        verdict = self.context.judge(task, first)
         if verdict.outcome is Outcome.CORRECT or verdict.score is None:
-            return self._setting.trajectory(segments, verdict, first)
-        message = self._setting.dialogue.message(self._message, first.token_ids.tolist())
+            return self.context.scored(verdict)
+        message = self.context.dialogue.message(self._message, first.token_ids.tolist())
         text = (*task.token_ids, *first.token_ids.tolist(), *message)
         if policy.room(text) < 1:
-            return self._setting.trajectory(segments, verdict, first)
-        [second] = await policy.sample(text)
-        again = self._setting.judge(task, second)
+            return self.context.scored(verdict)
+        again = self.context.judge(task, await policy.sample(text))
         if again.score is not None:
-            score = max(verdict.score, self._setting.environment.retry_score * again.score)
+            score = max(verdict.score, self.context.environment.retry_score * again.score)
             again = Verdict(again.outcome, score)
-        return self._setting.trajectory([*segments, given(message), sampled(second)], again, second)
+        return self.context.scored(again)

@@ -9,6 +9,7 @@ from areal_core.config.groups import TASKS
 from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
+from areal_core.environments.calculator import Calculator
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext, Environment, SingleTurn, TwoTurn, Verdict, Verifier
 from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
@@ -42,7 +43,7 @@ def mathematics(task: Prompt, completion: str) -> Verdict:
 VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics}
 
 
-ENVIRONMENTS: dict[str, Callable[[EnvContext], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
+ENVIRONMENTS: dict[str, type[Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn, "calculator": Calculator}
 
 
 def _confined(environment: EnvironmentConfig) -> Verifier:
@@ -60,6 +61,18 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
 }
 
 
+def environment_class(config: RunConfig) -> type[Environment]:
+    """The class that `environment.name` names. Raises ConfigError, naming the field, for one that can't be found, or is
+    no Environment."""
+    found: object = find("environment.name", config.environment.name, ENVIRONMENTS)
+    if isinstance(found, type) and issubclass(found, Environment):
+        return found
+    raise ConfigError(
+        f"environment.name: {config.environment.name} must be a class derived from Environment "
+        "(areal_core.environments.environment) with `async def rollout(self, task, policy)`; rollout_group is gone"
+    )
+
+
 def open_environment(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -68,7 +81,7 @@ def open_environment(
 ) -> Environment:
     """The environment that `config` names, with its verifier unless `verify` takes that one's place; `on_failure` is
     told what the verifier fails with. Raises ConfigError, naming the field, for one that can't be found."""
-    make = find("environment.name", config.environment.name, ENVIRONMENTS)
+    make = environment_class(config)
     context = EnvContext(
         environment=config.environment,
         task=config.task,

@@ -235,12 +235,7 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
     if message.prompt is None:
         rollout = _suspended.pop(message.group)
     else:
-        rollout = GroupRollout(
-            _environment(config, model_path, message.apart),
-            message.prompt,
-            n=config.algorithm.group_size,
-            max_new_tokens=config.task.max_new_tokens,
-        )
+        rollout = GroupRollout(_environment(config, model_path, message.apart), message.prompt, config)
     _running = rollout
     try:
         outcome = _loop().run_until_complete(rollout.advance(message.completions))

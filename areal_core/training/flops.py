@@ -19,7 +19,6 @@ import torch
 
 from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.planning.time_model import ACCELERATORS, Accelerator, ModelCost
-from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
 _SIDE = 1024  # of the matrices whose product is timed on a CPU core
@@ -31,13 +30,13 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
     passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
     `frozen`: the weights have no gradient, which is half of the backward pass of their products; an adapter's own FLOPs
     don't count."""
-    has_gradient, rates, shared = batch.has_gradient, Rates.of(spec), batch.groups is not None
+    has_gradient, rates, shared = batch.has_gradient, Rates.of(spec), batch.prompts is not None
 
     def forward(members: Iterable[int], *, attention: bool = True) -> int:
         groups: dict[int, list[int]] = {}
         for index in members:
             if has_gradient[index]:
-                groups.setdefault(index if batch.groups is None else int(batch.groups[index]), []).append(index)
+                groups.setdefault(index if batch.prompts is None else int(batch.prompts[index]), []).append(index)
         total = 0
         for group in groups.values():
             prompt = int(batch.prompt_lengths[group[0]])
@@ -83,13 +82,15 @@ def forward_flops(
     return round(layers + sum(completions) * rates.head)
 
 
-def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> GroupCost:
-    """FLOPs of forward and backward passes over a group, by which its completions are partitioned over ranks: long ones
-    cost more than their tokens say. Arguments as of `forward_flops`."""
+def training_cost(
+    spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool
+) -> tuple[float, list[float]]:
+    """FLOPs of forward and backward passes over a prompt and over each of its completions, by which these are
+    partitioned over ranks: long ones cost more than their tokens say. Arguments as of `forward_flops`."""
     rates = Rates.of(spec)
     once = forward_flops(rates, prompt, [], shared=True) if shared else 0
     own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
-    return GroupCost(3 * once, [3 * flops for flops in own])
+    return 3.0 * once, [3.0 * flops for flops in own]
 
 
 def _matrices(spec: ModelSpec) -> float:

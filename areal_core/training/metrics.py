@@ -81,8 +81,8 @@ class StepMeter:
         waited_s, busy_s = times.start - times.waiting_since, times.end - times.start
         compute_s = self._engine.compute_s() + self._summing_s
         token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
-        queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
-        queue_mean = queued / sum(sum(group.lengths) for group in manifest.groups)
+        queued = sum(group.tokens * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
+        queue_mean = queued / sum(group.tokens for group in manifest.groups)
         values = {
             "time/batch_wait_s": waited_s,
             "time/proximal_s": times.recomputed - times.start,

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from areal_core.algorithm.advantages import advantages_of
+from areal_core.algorithm.advantages import Credit, advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, RunFinished
@@ -36,7 +35,7 @@ from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BatchFeed
-from areal_core.training.batching.partition import GroupCost, shard
+from areal_core.training.batching.partition import PromptCost, shard
 from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks
 from areal_core.training.engines.engine import (
@@ -146,17 +145,16 @@ class Trainer:
     def _build(self, manifest: BatchManifest, controller: ControllerClient) -> TrainingBatch:
         """This rank's share of the batch. Every rank derives the same partition from the manifest."""
         config = self.config
-        rewards, lengths = zip(*((group.rewards, group.lengths) for group in manifest.groups), strict=True)
-        advantages = advantages_of(rewards, lengths, config.algorithm, config.task.max_new_tokens)
+        credits = advantages_of(manifest.groups, config.algorithm, config.task.max_new_tokens)
         shares = shard(
-            [self._cost(group, of_its) for group, of_its in zip(manifest.groups, advantages, strict=True)],
+            [self._costs(group, credit) for group, credit in zip(manifest.groups, credits, strict=True)],
             config.training.minibatches,
             config.trainer_processes,
             seed=config.seed,
             step=manifest.step,
         )[self.rank]
         payloads = {
-            part.group: self._trajectories.read(manifest.groups[part.group], part.completions, controller)
+            part.group: self._trajectories.read(manifest.groups[part.group], part.sequences, controller)
             for share in shares
             for part in share
         }
@@ -164,7 +162,7 @@ class Trainer:
             manifest.step,
             shares,
             payloads,
-            advantages,
+            credits,
             capacity=config.training.microbatch_tokens,
             algorithm=config.algorithm,
             max_new_tokens=config.task.max_new_tokens,
@@ -176,11 +174,16 @@ class Trainer:
         """Never where transformers' modules run the model: they know no prompt that several completions attend to."""
         return self.config.shares_prompts and self.spec.transformers is None
 
-    def _cost(self, group: BatchGroup, advantages: NDArray[np.float64]) -> GroupCost:
-        """What training on a group costs. A completion without a gradient costs nothing."""
-        trained = self.config.algorithm.regularised | (advantages != 0)
-        prompt, completions = training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self._shares_prompts)
-        return GroupCost(prompt, np.where(trained, completions, 0).tolist())
+    def _costs(self, group: BatchGroup, credit: Credit) -> list[PromptCost]:
+        """What training on a group costs, by prompt. A sequence without a gradient costs nothing."""
+        costs: list[PromptCost] = []
+        for prompt, tokens in enumerate(group.prompts):
+            members = [sequence for sequence, its in enumerate(group.prompt_of) if its == prompt]
+            lengths = [group.lengths[sequence] for sequence in members]
+            once, completions = training_cost(self.spec, tokens, lengths, shared=self._shares_prompts)
+            trained = np.array(credit.moves())[members] | self.config.algorithm.regularised
+            costs.append(PromptCost(once, np.where(trained, completions, 0.0).tolist(), members))
+        return costs
 
     # -- what is kept ------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def test_zero_staleness_is_the_synchronous_mode(tmp_path: Path) -> None:
     assert len(asynchronous) == len(synchronous) == STEPS
     for step, (left, right) in enumerate(zip(asynchronous, synchronous, strict=True)):
         for a, b in zip(left, right, strict=True):
-            np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
+            np.testing.assert_array_equal(a.prompts[0], b.prompts[0])
             np.testing.assert_array_equal(a.tokens, b.tokens)
             assert set(a.versions) == set(b.versions) == {step}
     assert len(async_losses) == STEPS

@@ -86,7 +86,7 @@ async def test_an_update_that_waits_for_running_completions_does_not_wait_for_ot
 async def test_the_other_routes(client, http):
     async with http.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
-    assert await get(http, "/version") == (200, {"version": "0.32.0+areal.12"})
+    assert await get(http, "/version") == (200, {"version": "0.32.0+areal.13"})
     assert await post(http, "/reset_prefix_cache") == (200, {"success": True})
     assert await post(http, "/update_weight_version", {"new_version": "8"}) == (
         200,

@@ -105,7 +105,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     assert set(said.tolist()) == set(TOKENIZER.encode("=")), "only tokens of the environment are left out of the loss"
     assert sum(int(group.loss_mask.sum()) for group in groups) == summary.tokens.consumed
     assert not any(group.logprobs[~group.loss_mask].any() for group in groups)
-    texts = [(group.prompt_tokens, *completion) for group in groups for completion in completions(group)]
+    texts = [(group.prompts[0], *completion) for group in groups for completion in completions(group)]
     texts = [text for text in texts if 0 in text[2]]
     assert any(-1 in versions for _, _, versions, _ in texts)
     model, base = AutoModelForCausalLM.from_pretrained(run.info().model_path).eval(), Path(run.info().model_path)

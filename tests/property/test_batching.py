@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.training.batching.partition import GroupCost, allocate, allocate_groups, partition, shard
+from areal_core.training.batching.partition import PromptCost, allocate, allocate_groups, partition, shard
 
 CAPACITY = 64
 lengths = st.lists(st.integers(1, CAPACITY), max_size=80)
@@ -33,25 +33,33 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(groups
         assert (len(own) == 1) == (prompt + sum(lengths) <= CAPACITY)
 
 
-costs = st.lists(
-    st.builds(
-        GroupCost, st.sampled_from([0, 1, 50, 2000]), st.lists(st.sampled_from([0, 0, 1, 7, 300, 1000]), max_size=8)
-    ),
-    max_size=12,
+def numbered(prompts: list[tuple[float, list[float]]]) -> list[PromptCost]:
+    """The prompts of a group, whose sequences go round them."""
+    members = [(place, prompt) for prompt, (_, its) in enumerate(prompts) for place in range(len(its))]
+    numbers = {each: number for number, each in enumerate(sorted(members))}
+    return [
+        PromptCost(cost, its, [numbers[place, prompt] for place in range(len(its))])
+        for prompt, (cost, its) in enumerate(prompts)
+    ]
+
+
+prompts = st.tuples(
+    st.sampled_from([0.0, 1.0, 50.0, 2000.0]),
+    st.lists(st.sampled_from([0.0, 0.0, 1.0, 7.0, 300.0, 1000.0]), max_size=8),
 )
 
 
-@given(costs, st.integers(1, 6))
-def test_partition_is_complete_and_balanced(costs: list[GroupCost], ranks: int):
+@given(st.lists(prompts.map(lambda prompt: numbered([prompt])[0]), max_size=12), st.integers(1, 6))
+def test_partition_is_complete_and_balanced(costs: list[PromptCost], ranks: int):
     shares = partition(costs, ranks)
-    held = sorted((part.group, completion) for share in shares for part in share for completion in part.completions)
+    held = sorted((place, member) for share in shares for place, members in share for member in members)
     assert held == [(group, place) for group, cost in enumerate(costs) for place in range(len(cost.completions))]
     loads = [0.0] * ranks
     for rank, share in enumerate(shares):
-        assert [part.group for part in share] == sorted({part.group for part in share})
-        for part in share:
-            own = [costs[part.group].completions[completion] for completion in part.completions]
-            loads[rank] += sum(own) + (costs[part.group].prompt if any(own) else 0)
+        assert [place for place, _ in share] == sorted({place for place, _ in share})
+        for place, members in share:
+            own = [costs[place].completions[member] for member in members]
+            loads[rank] += sum(own) + (costs[place].prompt if any(own) else 0)
     # No later than if every completion were placed alone: an equal share of all, and one more.
     everything = sum(sum(cost.completions) + cost.prompt * len(cost.completions) for cost in costs)
     largest = max((cost.prompt + max(cost.completions, default=0) for cost in costs), default=0)
@@ -60,13 +68,16 @@ def test_partition_is_complete_and_balanced(costs: list[GroupCost], ranks: int):
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 2**32), st.integers(0, 10_000))
 def test_shards_cover_the_batch_once(data: st.DataObject, ranks: int, seed: int, step: int):
-    groups = data.draw(costs.filter(len))
+    """A group's sequences may begin with several prompts."""
+    groups = data.draw(st.lists(st.lists(prompts, max_size=3).map(numbered), min_size=1, max_size=12))
     minibatches = data.draw(st.integers(1, len(groups)))
     shares = shard(groups, minibatches, ranks, seed=seed, step=step)
     assert shares == shard(groups, minibatches, ranks, seed=seed, step=step)
     parts = [part for rank in shares for minibatch in rank for part in minibatch]
-    held = sorted((part.group, completion) for part in parts for completion in part.completions)
-    assert held == [(group, place) for group, cost in enumerate(groups) for place in range(len(cost.completions))]
+    held = sorted((part.group, sequence) for part in parts for sequence in part.sequences)
+    assert held == [
+        (group, place) for group, its in enumerate(groups) for place in range(sum(len(cost.members) for cost in its))
+    ]
     whose = [{part.group for rank in shares for part in rank[minibatch]} for minibatch in range(minibatches)]
     assert sum(map(len, whose)) == len(set().union(*whose)), "a group is in one minibatch"
     [alone] = shard(groups, minibatches, 1, seed=seed, step=step)

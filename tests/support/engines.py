@@ -40,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of `trained`
     "zero 3 in bfloat16": {"stage": 3, "dtype": "bfloat16"},
     "zero 2 with an adapter": {"stage": 2, "lora": LORA},
     "zero 3 with an adapter, by transformers": {"stage": 3, "lora": LORA, "transformers": True},
+    "torch, rollouts of several sequences": {"several": True, "capacity": 24},
+    "zero 2, rollouts of several sequences": {"stage": 2, "several": True, "capacity": 24},
 }
 
 
@@ -67,7 +69,7 @@ def made(
 
 
 def trained(
-    ranks: RankGroup, *, capacity: int = 10_000, minibatches: int = 2, **engine: Any
+    ranks: RankGroup, *, capacity: int = 10_000, minibatches: int = 2, several: bool = False, **engine: Any
 ) -> tuple[list[StepStats], dict[str, Float32Array]]:
     """What an engine reports of its steps, and the weights that it then has and serves, on rank 0 alone."""
     one, stats = made(ranks=ranks, **engine), []
@@ -79,6 +81,7 @@ def trained(
             minibatches=minibatches,
             capacity=capacity,
             share_prompts=capacity < 10_000,
+            several=several,
         )
         stats.append(one.train_step(share, one.proximal_logprobs(share)))
     found, served = one.weights(), one.served()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from areal_core.api.scored_groups import ScoredGroup, read_group
 from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
@@ -23,7 +24,8 @@ def score_group(
 ) -> ScoredGroup:
     """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
     environment = open_environment(config, _tokenizer(model_path))
-    rollout = GroupRollout(environment, prompt, n=len(completions), max_new_tokens=config.task.max_new_tokens)
+    sized = replace(config, algorithm=replace(config.algorithm, group_size=len(completions)))
+    rollout = GroupRollout(environment, prompt, sized)
     with asyncio.Runner() as runner:
         outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
     assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"

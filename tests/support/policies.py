@@ -1,13 +1,15 @@
-"""A policy with scripted completions, for environments without a server."""
+"""Policies with scripted completions, for environments without a server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 
 import numpy as np
 
+from areal_core.config.schema import TaskConfig
 from areal_core.models.tokenizer import EOS, char_tokenizer
-from areal_core.types import Completion
+from areal_core.rewards.record import RecordingPolicy
+from areal_core.types import Completion, Prompt
 
 TOKENIZER = char_tokenizer()
 END = TOKENIZER.token_id(EOS)
@@ -24,18 +26,22 @@ def completion(text: str, *, version: int = 0, finish_reason: str = "stop") -> C
     )
 
 
-class ScriptedPolicy:
-    """Gives for every text the completions that `script` has for it, in order."""
+class Scripted:
+    """Policies that give for every text the completions that `script` has for it, in order."""
 
-    def __init__(self, script: dict[str, list[Completion]], *, limit: int = 100) -> None:
-        """`limit`: tokens of a text and its completion."""
-        self.script, self.limit = {key: list(value) for key, value in script.items()}, limit
+    def __init__(self, script: dict[str, list[Completion]]) -> None:
+        self.script = {key: list(value) for key, value in script.items()}
         self.asked: list[str] = []
 
-    async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
+    def policy(self, task: Prompt, *, max_new_tokens: int = 100, max_prompt_tokens: int = 40) -> RecordingPolicy:
+        """Of one rollout, which may have these lengths and eight turns."""
+        limits = TaskConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens)
+        return RecordingPolicy(task=task, limits=limits, max_turns=8, opens=False, complete=self._complete)
+
+    async def _complete(
+        self, call: int, token_ids: tuple[int, ...], max_tokens: int, stop: tuple[int, ...]
+    ) -> Completion:
         text = TOKENIZER.decode(token_ids)
         self.asked.append(text)
-        return [self.script[text].pop(0) for _ in range(n)]
-
-    def room(self, token_ids: Sequence[int]) -> int:
-        return self.limit - len(token_ids)
+        await asyncio.sleep(0)
+        return self.script[text].pop(0)

@@ -15,6 +15,7 @@ from areal_core.api.wire import Arrival, join_completions
 from areal_core.controller.core.tables import Place
 from areal_core.errors import GenerationError, RewardError
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
+from tests.support.records import packed
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 
@@ -179,6 +180,7 @@ class FakeRewards:
         ] = []  # text before a completion, tokens, versions
         self.open = 0
         self.early = False  # the environment ends with the completions that come first
+        self.opens = True  # the environment opens with the prompt
         self.failure: type[RewardError] = RewardError
 
     def begin(self, prompt: Prompt, *, apart: bool) -> FakeSession:
@@ -196,9 +198,8 @@ class FakeRewards:
         rewards = (self.partial,) * (n - correct) + (1.0,) * correct
         self.scored += [(text, one.token_ids.tolist(), one.versions.tolist()) for text, one in turns]
         summary = GroupSummary(
-            lengths=tuple(len(completion.token_ids) for _, completion in turns[:n]),
-            rewards=rewards,
-            tokens=len(versions) - unused,
+            **packed([len(completion.token_ids) for _, completion in turns[:n]])
+            | {"rewards": rewards, "tokens": len(versions) - unused},
             unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
@@ -206,7 +207,6 @@ class FakeRewards:
                 Outcome.CORRECT: 0 if self.partial else correct,
                 Outcome.INCORRECT: n if self.partial else n - correct,
             },
-            truncated=(False,) * n,
         )
         return ScoredGroup(payload=b"", summary=summary)
 
@@ -214,8 +214,12 @@ class FakeRewards:
 class FakeSession:
     def __init__(self, rewards: FakeRewards, prompt: Prompt) -> None:
         self.rewards = rewards
+        self.opening = SampleRequest(
+            token_ids=prompt.token_ids, calls=tuple((place, 0) for place in range(rewards.n)), max_tokens=30
+        )
         self.texts = [prompt.token_ids]  # of its requests
         self.missing = {(0, index) for index in range(rewards.n)}
+        self.begun = rewards.opens
         self.turns: dict[tuple[int, int], tuple[tuple[int, ...], Completion]] = {}
 
     async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
@@ -223,6 +227,9 @@ class FakeSession:
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:
             raise rewards.failure("the verifier broke")
+        if not self.begun:
+            self.begun = True
+            return (self.opening,)
         for each, completion in zip(arrived, join_completions([each.completion for each in arrived]), strict=True):
             assert completion.finish_reason in ("stop", "length")
             self.missing.remove((each.request, each.index))
@@ -231,10 +238,16 @@ class FakeSession:
             return ()
         if rewards.more and rewards.rng.random() < rewards.more:
             places = range(rewards.rng.randint(1, 3))
-            asked = tuple(SampleRequest(token_ids=(9, place), n=1 + place % 2, max_tokens=20) for place in places)
-            self.missing = {
-                (len(self.texts) + place, index) for place, one in enumerate(asked) for index in range(one.n)
-            }
+            call = len(self.texts)
+            asked = tuple(
+                SampleRequest(
+                    token_ids=(9, place),
+                    calls=tuple((rollout, call + place) for rollout in range(1 + place % 2)),
+                    max_tokens=20,
+                )
+                for place in places
+            )
+            self.missing = {(call + place, index) for place, one in enumerate(asked) for index in range(len(one.calls))}
             self.texts += [request.token_ids for request in asked]
             return asked
         return await rewards.score([self.turns[key] for key in sorted(self.turns)], rewards.n)

@@ -46,7 +46,7 @@ class FakeServer:
     request, those in `early` end at once.
     """
 
-    def __init__(self, release_name: str = "0.32.0+areal.12") -> None:
+    def __init__(self, release_name: str = "0.32.0+areal.13") -> None:
         self.release_name = release_name
         self.calls: list[Any] = []  # (path, body); of requests for completions their id
         self.requests: dict[str, dict[str, Any]] = {}  # by id

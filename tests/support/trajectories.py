@@ -184,7 +184,7 @@ def _texts(run: Launched, ledger: TrajectoryLedger) -> list[_Text]:
         assert manifest is not None
         for prompt_index, group in zip(ledger.prompt_indices(step), manifest.groups, strict=True):
             payload = read_group_file(run.run.payloads, group, range(size))
-            assert tuple(payload.prompt_tokens.tolist()) == source.prompt(prompt_index).token_ids
+            assert tuple(payload.prompts[0].tolist()) == source.prompt(prompt_index).token_ids
             assert tuple(payload.lengths.tolist()) == group.lengths
             # Prompts are admitted in their order, each when the gate allows it: no server that took work had older
             # weights than these. A step trains on no token that its own weights, or later ones, sampled.
@@ -193,7 +193,7 @@ def _texts(run: Launched, ledger: TrajectoryLedger) -> list[_Text]:
             assert payload.versions.max() <= step - 1
             held = completions(payload)
             assert all((np.diff(versions) >= 0).all() for _, versions, _ in held)
-            found += [(payload.prompt_tokens, *completion) for completion in held]
+            found += [(payload.prompts[0], *completion) for completion in held]
             prompts.append(prompt_index)
     assert sorted(prompts) == list(range(consumed))
     assert ledger.tokens().accounted == ledger.tokens().consumed == sum(len(text[1]) for text in found)

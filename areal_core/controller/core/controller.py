@@ -120,6 +120,7 @@ class RolloutController:
     payloads: Payloads
     ledger: TrajectoryLedger
     stop_token_ids: tuple[int, ...]
+    opens_with_prompt: bool = True  # the environment does
 
     def __post_init__(self) -> None:
         config = self.config
@@ -136,7 +137,7 @@ class RolloutController:
         self._changed = Signal()
         self.freed = Signal()  # servers may have more room than before, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._unsent: list[PendingCompletions] = []  # of groups just admitted, which no server counts yet
+        self._unsent: set[Rollouts] = set()  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
         self._failures = Failures(config.environment.max_no_result)
         self._failed_in_a_row = 0
@@ -239,7 +240,7 @@ class RolloutController:
 
     def _has_room(self) -> bool:
         """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
-        self._unsent = [pending for pending in self._unsent if not pending.sent]
+        self._unsent = {rollouts for rollouts in self._unsent if not rollouts.sent}
         if self._replaced or self.engine.room <= len(self._unsent) * self._group_size:
             return False
         return self._gate.admits(self._group_size, admitted=self.ledger.admitted, version=self.engine.version)
@@ -247,15 +248,18 @@ class RolloutController:
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
         prompt = self.source.prompt(group.prompt_index)
         rollouts = Rollouts(
-            self._request(group, prompt), self._generate, lambda apart: self.rewards.begin(prompt, apart=apart)
+            self._request(group, prompt),
+            self.opens_with_prompt,
+            self._generate,
+            lambda apart: self.rewards.begin(prompt, apart=apart),
         )
-        self._unsent.append(rollouts.first)
+        self._unsent.add(rollouts)
         task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")
         self._running[group.group_id] = task
         task.add_done_callback(lambda _: self._ended(group.group_id, rollouts))
 
     def _ended(self, group_id: int, rollouts: Rollouts) -> None:
-        rollouts.first.sent = True  # or it never will be
+        self._unsent.discard(rollouts)
         del self._running[group_id]
         self._disowned.discard(group_id)
         self.notify()
@@ -282,7 +286,7 @@ class RolloutController:
         self._failed_in_a_row = 0
         summary = outcome.summary
         self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
-        if self.config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
+        if self.config.rollout.dynamic_sampling and len(summary.compared) < 2:
             self._drop_zero_variance(group, summary)
         else:
             self.ledger.ready(group.group_id, summary, place, version=self.engine.version)

@@ -1,10 +1,13 @@
-"""One group's rollouts: what is generated for them, completion by completion, and the environment that takes it in."""
+"""One group's rollouts: what is generated for them, completion by completion, and the environment that takes it in.
+
+A group whose environment opens with the prompt begins with one request, for the first turns of all rollouts. Any other
+begins in a worker, with the requests of its environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -42,37 +45,38 @@ class Rollouts:
     def __init__(
         self,
         request: GenerationRequest,
+        opens: bool,
         generate: Callable[[PendingCompletions], Coroutine[Any, Any, None]],
         begin: Callable[[bool], Session],
     ) -> None:
-        """`request` is for the completions that the group begins with. `generate` finishes pending completions,
-        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, they hold all
-        that was sampled. `begin` opens a session; it is told whether a verdict of the group has cost a worker its
-        process."""
+        """`request`: the first turns of all rollouts, if the environment `opens` with the prompt; other requests differ
+        from it in text, limit and seed. `generate` finishes pending completions, or raises GenerationError, or leaves
+        some unfinished as the run ends; when cancelled, they hold all that was sampled. `begin` opens a session; it is
+        told whether a verdict of the group has cost a worker its process."""
         self._request = request
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
         self._costs_workers = False
-        self._asked: Counter[bytes] = Counter()  # times that the environment has requested completions of the same text
         self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
         self._changed = asyncio.Event()
-        self.first = PendingCompletions(request)
-        self._parts = [_Part(self.first)]
-        self.first.notify = self._changed.set
+        self._opening = [self._part(request)] if opens else []
+        self._parts = self._opening[:]
 
     async def scored(self) -> ScoredGroup | None:
         """The scored group; None where completions are left unfinished, as the run ends.
 
         Raises the error of a request or of the environment. A second call resumes and repeats failed requests. After a
-        RewardError the environment starts again with the group's first completions. After its GenerationError these
+        RewardError the environment starts again with the completions of the opening. After its GenerationError these
         can't be read, and new ones are generated."""
         for part in self._parts:
             self._start(part)
+        begins = not self._opening and self._session is None
         while True:
             self._changed.clear()
             self._raise_failures()
-            if arrived := self._arrived():
+            if (arrived := self._arrived()) or begins:
+                begins = False
                 outcome = await self._advance(arrived)
                 if isinstance(outcome, ScoredGroup):
                     return outcome
@@ -84,6 +88,11 @@ class Rollouts:
                 raise RewardError("environment: neither requests completions nor ends, and has all that there are")
             else:
                 return None
+
+    @property
+    def sent(self) -> bool:
+        """Whether servers count what it began with."""
+        return any(part.pending.sent for part in self._parts)
 
     def sampled(self) -> Tally:
         """Tokens of all that servers have returned, except those that `take_refused` has returned."""
@@ -136,37 +145,39 @@ class Rollouts:
         except (GenerationError, RewardError) as error:
             self._close_session()
             self._costs_workers |= isinstance(error, RewardTimeoutError | RewardWorkerError)
-            (first, *later) = self._parts
+            later = self._parts[len(self._opening) :]
             await _end(later)
             for part in later:
                 part.pending.discard()
             self._lost += [part.pending for part in later]
-            self._parts = [first]
-            self._asked.clear()
-            if isinstance(error, GenerationError):
-                await _end([first])
-                self.first.discard()
-            else:
-                self.first.repeat()
+            self._parts = self._opening[:]
+            for part in self._opening:
+                if isinstance(error, GenerationError):
+                    await _end([part])
+                    part.pending.discard()
+                else:
+                    part.pending.repeat()
             raise
 
     def _request_further(self, asked: SampleRequest) -> None:
-        """Its seed follows from its text: it does not depend on which completion ended first."""
-        text = ",".join(map(str, asked.token_ids)).encode()
-        self._asked[text] += 1
-        seed = _seed(b"further/%d/%d/%b" % (self._request.seed, self._asked[text], text))
+        """Its seed follows from the call: it does not depend on which completion ended first."""
+        seed = _seed(b"call/%d/%d/%d" % (self._request.seed, *asked.calls[0]))
         request = replace(
             self._request,
             request_id=f"{self._request.request_id}-further-{seed}",
             token_ids=asked.token_ids,
-            n=asked.n,
+            n=len(asked.calls),
             max_tokens=asked.max_tokens,
             seed=seed,
+            stop_token_ids=(*self._request.stop_token_ids, *asked.stop),
         )
+        self._parts.append(part := self._part(request))
+        self._start(part)
+
+    def _part(self, request: GenerationRequest) -> _Part:
         part = _Part(PendingCompletions(request))
         part.pending.notify = self._changed.set
-        self._parts.append(part)
-        self._start(part)
+        return part
 
     def _close_session(self) -> None:
         if self._session is not None:

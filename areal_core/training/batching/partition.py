@@ -1,4 +1,4 @@
-"""Partition of a batch: groups into PPO minibatches, their completions over ranks, a rank's share into micro-batches.
+"""Partition of a batch: groups into PPO minibatches, their sequences over ranks, a rank's share into micro-batches.
 
 Pure functions of what every rank knows, so that all ranks derive the same partition without communication.
 """
@@ -19,18 +19,19 @@ from areal_core.errors import ConfigError
 _GOOD = 1.005  # times an equal share: a partition that is better is not looked for
 
 
-class GroupCost(NamedTuple):
-    """What training on a group costs, in tokens or FLOPs."""
+class PromptCost(NamedTuple):
+    """What training on the sequences of a group that have the same prompt costs, in tokens or FLOPs."""
 
-    prompt: float  # once for each rank that holds some of its completions
-    completions: Sequence[float]  # [G] of each; 0 for one without a gradient
+    prompt: float  # once for each rank that holds some of them
+    completions: Sequence[float]  # of each, after its prompt; 0 for one without a gradient
+    members: Sequence[int]  # which of the group's sequences they are
 
 
 class Part(NamedTuple):
-    """Some of the completions of a group."""
+    """Some of the sequences of a group."""
 
     group: int
-    completions: tuple[int, ...]  # ascending
+    sequences: tuple[int, ...]  # ascending
 
 
 def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[list[int]]:
@@ -50,13 +51,13 @@ def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[li
     return [order[start:end] for start, end in pairwise(cuts)]
 
 
-def partition(costs: Sequence[GroupCost], ranks: int) -> list[list[Part]]:
-    """Partition the completions of groups over ranks, so that the rank that ends last ends early.
+def partition(costs: Sequence[PromptCost], ranks: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Partition sequences over ranks, so that the rank that ends last ends early.
 
-    Groups stay whole, or are cut into halves, quarters, ..., single completions: as little as is good, which is half a
-    percent from an equal share, or else as ends earliest. The pieces go to ranks dearest first, each to the one that
-    ends first with it; a rank pays for a group's prompt once. Returns the parts of each rank, ascending. Ties go to the
-    lower group, completion and rank.
+    Those of one prompt stay together, or are cut into halves, quarters, ..., single ones: as little as is good, which
+    is half a percent from an equal share, or else as ends earliest. The pieces go to ranks dearest first, each to the
+    one that ends first with it; a rank pays for a prompt once. Returns for each rank (place in `costs`, members),
+    ascending. Ties go to the lower place, member and rank.
     """
     share = sum(cost.prompt * any(cost.completions) + sum(cost.completions) for cost in costs) / ranks
     most = max((len(cost.completions) for cost in costs), default=0)
@@ -69,31 +70,32 @@ def partition(costs: Sequence[GroupCost], ranks: int) -> list[list[Part]]:
     return best
 
 
-def _placed(costs: Sequence[GroupCost], pieces: int, ranks: int) -> tuple[list[list[Part]], float]:
-    """Groups in so many pieces each, placed on ranks: their parts, and the cost of the rank that ends last. What costs
-    nothing goes where others of its group are, or to the rank with the fewest completions."""
+def _placed(
+    costs: Sequence[PromptCost], pieces: int, ranks: int
+) -> tuple[list[list[tuple[int, tuple[int, ...]]]], float]:
+    """Prompts in so many pieces each, placed on ranks: what each rank has, and the cost of the one that ends last. What
+    costs nothing goes where others of its prompt are, or to the rank with the fewest sequences."""
     cut = [
-        (sum(cost.completions[index] for index in piece), group, piece)
-        for group, cost in enumerate(costs)
+        (sum(cost.completions[index] for index in piece), prompt, piece)
+        for prompt, cost in enumerate(costs)
         for piece in _cut(cost.completions, pieces)
     ]
-    held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(ranks)]  # by rank, group -> completions
-    holders: list[list[int]] = [[] for _ in costs]  # ranks that hold some of a group
+    held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(ranks)]  # by rank, prompt -> sequences
+    holders: list[list[int]] = [[] for _ in costs]  # ranks that hold some of a prompt's
     loads, counts = np.zeros(ranks), np.zeros(ranks, np.int64)
-    for cost, group, piece in sorted(cut, key=lambda each: -each[0] - costs[each[1]].prompt * (each[0] > 0)):
+    for cost, prompt, piece in sorted(cut, key=lambda each: -each[0] - costs[each[1]].prompt * (each[0] > 0)):
         if cost:
-            ends = loads + costs[group].prompt
-            ends[holders[group]] -= costs[group].prompt
+            ends = loads + costs[prompt].prompt
+            ends[holders[prompt]] -= costs[prompt].prompt
             rank = int(ends.argmin())
             loads[rank] = ends[rank] + cost
         else:
-            rank = holders[group][0] if holders[group] else int(counts.argmin())
-        if rank not in holders[group]:
-            holders[group].append(rank)
+            rank = holders[prompt][0] if holders[prompt] else int(counts.argmin())
+        if rank not in holders[prompt]:
+            holders[prompt].append(rank)
         counts[rank] += len(piece)
-        held[rank][group] += piece
-    parts = [[Part(group, tuple(sorted(share[group]))) for group in sorted(share)] for share in held]
-    return parts, float(loads.max())
+        held[rank][prompt] += [costs[prompt].members[index] for index in piece]
+    return [[(prompt, tuple(sorted(share[prompt]))) for prompt in sorted(share)] for share in held], float(loads.max())
 
 
 def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
@@ -107,17 +109,23 @@ def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
     return cut
 
 
-def shard(costs: Sequence[GroupCost], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[Part]]]:
-    """What each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists parts of groups, ascending.
+def shard(
+    costs: Sequence[Sequence[PromptCost]], minibatches: int, ranks: int, *, seed: int, step: int
+) -> list[list[list[Part]]]:
+    """What each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists parts of groups, ascending. `costs`:
+    of each group, by prompt.
 
     Minibatches hold the same groups whatever the number of ranks; each of them is balanced over the ranks by cost,
     because ranks wait for each other at the end of every minibatch.
     """
     shares: list[list[list[Part]]] = [[] for _ in range(ranks)]
     for groups in cut_minibatches(len(costs), minibatches, seed=seed, step=step):
-        members = sorted(groups)
-        for rank, parts in enumerate(partition([costs[group] for group in members], ranks)):
-            shares[rank].append([Part(members[part.group], part.completions) for part in parts])
+        prompts = [(group, cost) for group in sorted(groups) for cost in costs[group]]
+        for rank, parts in enumerate(partition([cost for _, cost in prompts], ranks)):
+            held: dict[int, list[int]] = defaultdict(list)
+            for prompt, members in parts:
+                held[prompts[prompt][0]] += members
+            shares[rank].append([Part(group, tuple(sorted(members))) for group, members in held.items()])
     return shares
 
 

@@ -30,16 +30,16 @@ class Trajectories:
         if (copy := run.copy()) is not None:
             self._files = Head(copy["head"], run.token(), timeout_s=_PATIENCE_S).session()
 
-    def read(self, group: BatchGroup, completions: Sequence[int], controller: ControllerClient) -> GroupPayload:
-        """Some completions of a group, in the order given, and nothing of the others. Raises ProcessError where they
+    def read(self, group: BatchGroup, sequences: Sequence[int], controller: ControllerClient) -> GroupPayload:
+        """Some sequences of a group, in the order given, and nothing of the others. Raises ProcessError where they
         can't be had."""
         try:
             if (files := self._files) is None:
-                return read_group_file(self._folder, group, completions)
-            return read_group(lambda spans: _fetched(files, group, spans), group, completions)
+                return read_group_file(self._folder, group, sequences)
+            return read_group(lambda spans: _fetched(files, group, spans), group, sequences)
         except (OSError, StorageError) as error:
             logger.warning("group %d: the controller is asked for it: %s", group.group_id, error)
-            return read_group(lambda spans: controller.group(group.group_id, spans), group, completions)
+            return read_group(lambda spans: controller.group(group.group_id, spans), group, sequences)
 
 
 def _fetched(files: Session, group: BatchGroup, spans: Sequence[Span]) -> list[bytes]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_core.algorithm.advantages import Credit
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import Part, allocate, allocate_groups
@@ -19,26 +20,28 @@ from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
 
 
 def loss_weights(
-    mean: str, loss_tokens: NDArray[np.int64], limit: int
+    mean: str, loss_tokens: NDArray[Any], of_unit: NDArray[Any], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The mean of AlgorithmConfig.loss_mean over completions of so many loss tokens, [N]: the weight of each loss token
-    of a completion, and what the completion contributes to the loss denominator, 0 exactly without loss tokens.
+    """The mean of AlgorithmConfig.loss_mean over sequences of so many loss tokens, [N], that belong to units of so
+    many, [N]: the weight of each loss token of a sequence, and what the sequence contributes to the loss denominator, 0
+    exactly without loss tokens. A unit is a rollout, or each of its sequences (AlgorithmConfig.loss_unit).
 
-    - token: over all loss tokens alike; a long completion counts for more than a short one (AReaL, DAPO).
-    - sequence: over completions, of the mean over their loss tokens; a token of a long one counts for less (GRPO).
-    - constant: the sum over loss tokens, divided by completions times `limit`, the most tokens that a completion may
-      have; a token counts the same whatever the completions' lengths are (Dr. GRPO).
+    - token: over all loss tokens alike; a long unit counts for more than a short one (AReaL, DAPO).
+    - sequence: over units, of the mean over their loss tokens; a token of a long one counts for less (GRPO).
+    - constant: the sum over loss tokens, divided by units times `limit`, the most tokens that a sequence may have; a
+      token counts the same whatever the lengths are (Dr. GRPO).
     """
-    counted = (loss_tokens > 0).astype(np.float64)
+    share = loss_tokens / np.maximum(of_unit, 1)  # of its unit
     if mean == "sequence":
-        return 1.0 / np.maximum(loss_tokens, 1), counted
-    return np.ones(len(loss_tokens)), counted * (limit if mean == "constant" else loss_tokens)
+        return 1.0 / np.maximum(of_unit, 1), share
+    return np.ones(len(loss_tokens)), limit * share if mean == "constant" else loss_tokens.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
     """One rank's share of the batch of one step: N sequences, prompt and completion, laid end to end in S tokens;
-    packed into micro-batches as it is made, which may be long before it is trained on."""
+    packed into micro-batches as it is made, which may be long before it is trained on. A completion here is all that
+    follows a sequence's prompt, the environment's messages included."""
 
     step: int  # trains on policy version step - 1
     tokens: Int32Array  # [S]
@@ -47,11 +50,11 @@ class TrainingBatch:
     loss_mask: BoolArray  # [S] tokens that the model sampled and that count; never the prompt's
     behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
-    advantages: Float32Array  # [S] the completion's at each of its tokens; 0 in prompts
+    advantages: Float32Array  # [S] of the token's rollout, or part of it; 0 in prompts
     weights: Float32Array  # [S] of the token's term in the loss, see algorithm.losses; 0 in prompts
-    denominator_terms: NDArray[np.float64]  # [N] what each completion contributes to the loss denominator
+    denominator_terms: NDArray[np.float64]  # [N] what each sequence contributes to the loss denominator
     regularised: bool = False  # completions without an advantage have a gradient too
-    groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
+    prompts: Int32Array | None = None  # [N] those that have the same share its computation; None: none do
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
     capacity: int  # C of Algorithm 1: tokens of a micro-batch
     microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
@@ -71,12 +74,12 @@ class TrainingBatch:
         Raises ConfigError for a sequence that is longer than `capacity`.
         """
         laid = self.tokens, self.lengths, self.prompt_lengths
-        if self.groups is None:
+        if self.prompts is None:
             allocated = allocate(self.lengths[list(members)].tolist(), self.capacity)
             return tuple(pack(*laid, [members[index] for index in indices]) for indices in allocated)
         together: dict[int, list[int]] = {}
         for index in members:
-            together.setdefault(int(self.groups[index]), []).append(index)
+            together.setdefault(int(self.prompts[index]), []).append(index)
         groups = list(together.values())
         prompts = [int(self.prompt_lengths[group[0]]) for group in groups]
         completions = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
@@ -208,27 +211,29 @@ def build_batch(
     step: int,
     shares: Sequence[Sequence[Part]],
     payloads: Mapping[int, GroupPayload],
-    advantages: NDArray[np.float64],
+    credits: Sequence[Credit],
     *,
     capacity: int,
     algorithm: AlgorithmConfig | None = None,
     max_new_tokens: int = 1,
     share_prompts: bool = False,
 ) -> TrainingBatch:
-    """Lay out one rank's completions for training.
+    """Lay out one rank's sequences for training.
 
     - shares: this rank's parts of groups, by minibatch, from `partition.shard`.
-    - payloads: by group, its completions that are in such a part.
-    - advantages: [P, G], of the global batch.
-    - algorithm: which completions count, and how; the default one without it.
+    - payloads: by group, its sequences that are in such a part.
+    - credits: the advantages of each group of the global batch.
+    - algorithm: which rollouts count, and how; the default one without it.
     - max_new_tokens: the limit of a completion, which loss_mean=constant divides by.
-    - share_prompts: compute a group's prompt once for all of its completions.
+    - share_prompts: compute a prompt once for all sequences of a group that begin with it.
     """
     algorithm = algorithm or AlgorithmConfig()
     members = [payloads[part.group] for share in shares for part in share]
-    assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or completion"
+    beginnings = [group.prompts[prompt] for group in members for prompt in group.prompt_of]  # [N]
     completions = _joined([group.lengths for group in members], np.int32)  # [N]
-    prompts = np.array([len(group.prompt_tokens) for group in members for _ in group.lengths], np.int32)  # [N]
+    assert all(map(len, beginnings)), "empty prompt"
+    assert completions.all(), "empty completion"
+    prompts = np.array(list(map(len, beginnings)), np.int32)  # [N]
     sampled = np.repeat(
         np.tile([False, True], len(completions)), np.stack((prompts, completions), axis=1).ravel()
     )  # [S]
@@ -241,19 +246,22 @@ def build_batch(
     masks = algorithm.truncated == "mask"
     cut_off = np.repeat(_joined([group.truncated & masks for group in members], np.bool_), completions)
     counted = _joined([group.loss_mask for group in members], np.bool_) & ~cut_off  # [T]
-    rewarded = _joined([advantages[part.group, part.completions] for share in shares for part in share], np.float32)
+    valued = [_of_tokens(credits[part.group], part.sequences) for share in shares for part in share]
     loss_tokens = (
         np.add.reduceat(counted, np.cumsum(completions) - completions, dtype=np.int64)
         if len(completions)
         else completions
     )
-    weights, denominator_terms = loss_weights(algorithm.loss_mean, loss_tokens, max_new_tokens)
-    ends = np.cumsum([sum(len(part.completions) for part in share) for share in shares]).tolist()
+    of_rollout = _joined([group.loss_tokens for group in members], np.int64)
+    of_unit = of_rollout if algorithm.loss_unit == "rollout" else loss_tokens
+    weights, denominator_terms = loss_weights(algorithm.loss_mean, loss_tokens, of_unit, max_new_tokens)
+    ends = np.cumsum([sum(len(part.sequences) for part in share) for share in shares]).tolist()
+    first = np.cumsum([0, *(len(group.prompts) for group in members)])
     return TrainingBatch(
         step=step,
         tokens=laid_out(
             _joined([group.tokens for group in members], np.int32),
-            _joined([np.tile(group.prompt_tokens, len(group.lengths)) for group in members], np.int32),
+            _joined(beginnings, np.int32),
             np.int32,
         ),
         lengths=prompts + completions,
@@ -261,16 +269,22 @@ def build_batch(
         loss_mask=laid_out(counted, False, np.bool_),
         behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
         versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
-        advantages=laid_out(np.repeat(rewarded, completions), 0.0, np.float32),
+        advantages=laid_out(_joined(valued, np.float32), 0.0, np.float32),
         weights=laid_out(np.repeat(weights, completions), 0.0, np.float32),
         denominator_terms=denominator_terms,
         regularised=algorithm.regularised,
-        groups=np.repeat(np.arange(len(members)), [len(group.lengths) for group in members]).astype(np.int32)
+        prompts=_joined([start + group.prompt_of for start, group in zip(first, members, strict=False)], np.int32)
         if share_prompts
         else None,
         minibatches=tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)),
         capacity=capacity,
     )
+
+
+def _of_tokens(credit: Credit, sequences: Sequence[int]) -> NDArray[np.float64]:
+    """The advantage of every token of some of a group's sequences, which ascend, after their prompts."""
+    chosen = np.isin(credit.sequences, sequences)
+    return np.repeat(credit.advantages[chosen], credit.tokens[chosen])
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -6,6 +6,7 @@ from areal_core.algorithm.advantages import (
     advantages_of,
     batch_advantages,
     batch_token_advantages,
+    discounted,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
@@ -13,6 +14,8 @@ from areal_core.algorithm.advantages import (
 )
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.errors import RewardError
+from areal_core.types import PackedGroup, Return
+from tests.support.records import packed
 
 # Group 0: mean 1/4, population std sqrt(3)/4. Group 1 has no variance. The batch: mean 5/8, std sqrt(15)/8.
 REWARDS = [[1, 0, 0, 0], [1, 1, 1, 1]]
@@ -85,12 +88,62 @@ def test_length_costs_in_the_last_tokens_before_the_limit():
     )
 
 
+def group(rewards, lengths, **fields) -> PackedGroup:
+    return PackedGroup(**packed(lengths, **{"rewards": rewards} | fields))
+
+
 def test_rewards_are_shaped_before_advantages():
     shaped = AlgorithmConfig(advantage="group_mean", overlong_cache=4, overlong_penalty=0.5)
-    lengths = [[16, 18], [20, 20]]
+    groups = [group((1, 1), (16, 18)), group((1, 0), (20, 20))]
     # rewards 1, 1 - 0.25 and 1 - 0.5, 0 - 0.5
-    np.testing.assert_allclose(
-        advantages_of([[1, 1], [1, 0]], lengths, shaped, 20), [[0.125, -0.125], [0.5, -0.5]], atol=1e-12
+    first, second = advantages_of(groups, shaped, 20)
+    assert first.advantages.tolist() == [0.125, -0.125]
+    assert second.advantages.tolist() == [0.5, -0.5]
+    assert (first.sequences.tolist(), first.tokens.tolist()) == ([0, 1], [16, 18])
+    plain, _ = advantages_of(groups, AlgorithmConfig(advantage="group_mean"), 20)
+    assert plain.moves() == [False, False]
+
+
+# Two rollouts, of two sequences and of one.
+BRANCHED = {"rollout_of": (0, 0, 1), "truncated": (False, False), "loss_tokens": (5, 4)}
+
+
+def test_a_rollout_has_its_advantage_in_all_of_its_sequences():
+    """Its length penalty is that of the longest, and means count it once. Over tokens it counts by those of both."""
+    one = group((1.0, 0.0), (2, 3, 4), **BRANCHED)
+    [credit] = advantages_of([one], AlgorithmConfig(advantage="group_mean"), 8)
+    assert credit.advantages.tolist() == [0.5, 0.5, -0.5]
+    shaped = AlgorithmConfig(advantage="group_mean", overlong_cache=4, overlong_penalty=1.0)
+    [credit] = advantages_of([one], shaped, 4)  # 1 - 3 / 4 and 0 - 1
+    assert credit.advantages.tolist() == [0.625, 0.625, -0.625]
+    [credit] = advantages_of([one], AlgorithmConfig(advantage="batch_tokens"), 8)
+    mean = 5 / 9
+    assert credit.advantages == pytest.approx(
+        np.array([1 - mean, 1 - mean, -mean]) / np.sqrt(mean * (1 - mean)), rel=1e-5
     )
-    plain = AlgorithmConfig(advantage="group_mean")
-    np.testing.assert_allclose(advantages_of([[1, 1], [1, 0]], lengths, plain, 20), [[0, 0], [0.5, -0.5]])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # The mean of (3 + 1) / 2 and 0 is 1; without its own rollout it is 0, and 2.
+        ("group_mean", [2.0, 0.0, -1.0]),
+        ("leave_one_out", [3.0, 1.0, -2.0]),
+        # The variance is (4 / 2 + 0 / 2 + 1) / 2.
+        ("group", [2 / 1.5**0.5, 0.0, -1 / 1.5**0.5]),
+        ("batch", [2 / 1.5**0.5, 0.0, -1 / 1.5**0.5]),
+    ],
+)
+def test_parts_with_returns_of_their_own_share_the_weight_of_their_rollout(advantage, expected):
+    returns = (Return(0, 1, 3.0), Return(0, 2, 1.0), Return(1, 4, 0.0))
+    one = group((1.0, 0.0), (2, 4), returns=returns)
+    [credit] = advantages_of([one], AlgorithmConfig(advantage=advantage), 8)
+    assert credit.advantages == pytest.approx(expected, rel=1e-5)
+    assert (credit.sequences.tolist(), credit.tokens.tolist()) == ([0, 0, 1], [1, 1, 4])
+    assert credit.moves() == [True, True]
+    assert one.compared == {3.0, 1.0, 0.0}
+
+
+def test_later_rewards_are_discounted():
+    assert discounted([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
+    assert discounted([1.0, 0.0, 4.0], 0.0) == [1.0, 0.0, 4.0]

@@ -245,11 +245,26 @@ LOSS_TOKENS = np.array([2, 3, 1, 0])
     ],
 )
 def test_means_by_hand(name: str, expected: float):
-    weights, denominator_terms = loss_weights(name, LOSS_TOKENS, 5)
+    weights, denominator_terms = loss_weights(name, LOSS_TOKENS, LOSS_TOKENS, 5)
     total = sum(weight * sum(terms) for weight, terms in zip(weights, TERMS, strict=False))
     assert total / denominator_terms.sum() == pytest.approx(expected)
     assert denominator_terms[3] == 0
     assert np.isfinite(weights).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token", (4 + 9 + 4) / 6),
+        ("sequence", ((4 + 9) / 5 + 4 / 1) / 2),
+        ("constant", (4 + 9 + 4) / (2 * 5)),
+    ],
+)
+def test_sequences_of_one_rollout_count_as_one(name: str, expected: float):
+    """The first two of three are of the same rollout."""
+    weights, denominator_terms = loss_weights(name, LOSS_TOKENS, np.array([5, 5, 1, 0]), 5)
+    total = sum(weight * sum(terms) for weight, terms in zip(weights, TERMS, strict=False))
+    assert total / denominator_terms.sum() == pytest.approx(expected)
 
 
 def test_estimators_and_the_divergence_that_they_estimate():

@@ -13,9 +13,9 @@ import pytest
 from areal_core.api.scored_groups import pack_group
 from areal_core.controller.payloads import DamagedPayloadError, PayloadStore, trajectory_table
 from areal_core.errors import StorageError
-from areal_core.types import BatchGroup, BatchManifest, GroupPayload
+from areal_core.types import BatchGroup, BatchManifest
 from tests.support.policies import END, TOKENIZER
-from tests.support.records import batch_group
+from tests.support.records import batch_group, group_payload
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def put(folder: Path, *texts: str) -> BatchGroup:
     versions = np.concatenate([np.full(len(each), 4, np.int32) for each in tokens])
     versions[2:] = 5
     versions[len(tokens[0]) - 1] = -1
-    payload = GroupPayload(
-        prompt_tokens=np.array(TOKENIZER.encode("1-1="), np.int32),
+    payload = group_payload(
+        np.array(TOKENIZER.encode("1-1="), np.int32),
         lengths=np.array([len(each) for each in tokens], np.int32),
         tokens=np.array([token for each in tokens for token in each], np.int32),
         loss_mask=versions >= 0,

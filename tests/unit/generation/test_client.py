@@ -196,8 +196,8 @@ async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_upda
     ("release", "said"),
     [
         ("0.31.9", "runs vLLM 0.31.9; needed is vLLM 0.32.0, for its RL routes"),
-        ("0.32.1+areal.12", "runs vLLM 0.32.1+areal.12; needed is vLLM 0.32.0, for its RL routes"),
-        ("0.32.0+areal", "has routes of areal, needed is areal.12: start it from the same installation"),
+        ("0.32.1+areal.13", "runs vLLM 0.32.1+areal.13; needed is vLLM 0.32.0, for its RL routes"),
+        ("0.32.0+areal", "has routes of areal, needed is areal.13: start it from the same installation"),
     ],
 )
 async def test_a_server_with_other_routes_is_refused_in_one_line(connect, release, said):

@@ -40,10 +40,11 @@ from areal_core.rewards.remote import Work, decode_outcome, decode_work, encode_
 from areal_core.rewards.worker import Arrived
 from areal_core.run.roles import remote_rewards
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import GroupSummary, Prompt, SampleRequest
+from areal_core.types import Prompt, SampleRequest
+from tests.support.records import summary
 
 LIMIT_S = 30.0
-REQUESTS = (SampleRequest(token_ids=(1,), n=1, max_tokens=1),)
+REQUESTS = (SampleRequest(token_ids=(1,), calls=((0, 0),), max_tokens=1),)
 
 
 def _hang(_: Any) -> None:
@@ -259,13 +260,12 @@ def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
 
 def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_BYTES", 1000)
-    summary = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
     for payload, metrics, says in (
         (bytes(1001), {}, "the group has "),
         (b"", {"\ud800": (1.0,)}, "environment: what it gives can't be sent: "),
         (b"", {"a": (2**70,)}, "environment: what it gives can't be sent: "),
     ):
-        scored = ScoredGroup(payload=payload, summary=replace(summary, metrics=metrics))
+        scored = ScoredGroup(payload=payload, summary=replace(summary(), metrics=metrics))
         outcome = decode_outcome(encode_outcome(scored))
         assert isinstance(outcome, RewardError)
         assert str(outcome).startswith(says)

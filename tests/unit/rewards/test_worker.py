@@ -13,7 +13,7 @@ import pytest
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, load
-from areal_core.environments.environment import given, sampled, side_by_side
+from areal_core.environments.environment import SingleTurn
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import (
     ConfigError,
@@ -28,12 +28,13 @@ from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import GroupSummary, Outcome, Prompt, Trajectory
+from areal_core.types import Outcome, Prompt, Rollout
 from tests.support.groups import score_group, served
 from tests.support.policies import TOKENIZER, completion
+from tests.support.records import summary
 
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
-SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
+SUMMARY = summary()
 
 
 def arrivals(*completions, request=0):
@@ -203,7 +204,7 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_
     with pytest.raises(SessionLostError, match="suspended"):
         await session.advance(arrivals(completion("#3"), request=1))
     [request] = await session.advance(arrivals(completion("#0")))  # it starts again, in another worker
-    assert request.n == 1
+    assert request.calls == ((0, 1),)
 
 
 async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, monkeypatch):
@@ -220,20 +221,14 @@ async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, mo
     assert len(scored.summary.rewards) == 2
 
 
-class Noting:
+class Noting(SingleTurn):
     """Writes a file, a while after its first completion, while the second is still to come."""
 
-    def __init__(self, setting):
-        self._setting = setting
-
-    async def rollout_group(self, task, policy, n):
-        async def rollout():
-            [one] = await policy.sample(task.token_ids)
-            await asyncio.sleep(0.05)
-            Path(os.environ["NOTED"]).touch()
-            return Trajectory(segments=(given(task.token_ids), sampled(one)), reward=1.0, outcome=Outcome.CORRECT)
-
-        return await side_by_side(rollout() for _ in range(n))
+    async def rollout(self, task, policy):
+        await policy.sample(task.token_ids)
+        await asyncio.sleep(0.05)
+        Path(os.environ["NOTED"]).touch()
+        return Rollout(reward=1.0, outcome=Outcome.CORRECT)
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):

@@ -17,8 +17,8 @@ from areal_core.errors import ConfigError, ProcessError
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.training.batching import trajectories as module
 from areal_core.training.batching.partition import (
-    GroupCost,
     Part,
+    PromptCost,
     allocate,
     allocate_groups,
     cut_minibatches,
@@ -28,6 +28,7 @@ from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
+from tests.support.records import batch_group, credits_of, group_payload
 from tests.support.remote import HeadNode
 from tests.support.training import SPEC, shares_of, whole
 
@@ -112,21 +113,18 @@ def test_minibatches_are_keyed_by_seed_and_step():
 )  # fmt: skip
 def test_groups_are_partitioned_by_cost(groups, shares):
     """A rank pays once for the prompt of the completions that it has of a group."""
-    found = partition([GroupCost(*group) for group in groups], 2)
-    assert [[(part.group, part.completions) for part in share] for share in found] == shares
+    found = partition([PromptCost(*group, range(len(group[1]))) for group in groups], 2)
+    assert found == shares
 
 
 def sampled(*lengths: int) -> GroupPayload:
     """A group of completions of these lengths for a prompt of two tokens."""
     total = sum(lengths)
-    return GroupPayload(
-        prompt_tokens=np.array([7, 8], np.int32),
-        lengths=np.array(lengths, np.int32),
+    return group_payload(
+        np.array([7, 8], np.int32),
+        np.array(lengths, np.int32),
         tokens=np.arange(total, dtype=np.int32),
-        loss_mask=np.ones(total, np.bool_),
         logprobs=np.full(total, -1.0, np.float32),
-        versions=np.zeros(total, np.int32),
-        truncated=np.zeros(len(lengths), np.bool_),
     )
 
 
@@ -135,12 +133,8 @@ STORED = {number: pack_group(group) for number, group in GROUPS.items()}  # and 
 
 
 def described(number: int, *, start: int = 0, **fields: Any) -> BatchGroup:
-    lengths = tuple(GROUPS[number].lengths.tolist())
-    fields = {"rewards": (0.0,) * len(lengths), "truncated": (False,) * len(lengths)} | fields
-    return BatchGroup(
-        group_id=number, lengths=lengths, ready_version=0, prompt_tokens=2, checksums=STORED[number][1],
-        segment=f"000001-{number:06d}", start=start, **fields,
-    )  # fmt: skip
+    given = {"group_id": number, "segment": f"000001-{number:06d}", "start": start}
+    return batch_group(GROUPS[number], STORED[number][1], **given | fields)
 
 
 class Controller(ControllerClient):
@@ -231,8 +225,8 @@ GROUP = replace(
     versions=np.array([4, 4, 5, 5], np.int32),
     truncated=np.array([False, True]),
 )
-OTHER = replace(GROUP, prompt_tokens=np.array([9], np.int32))
-ADVANTAGES = np.array([[0.5, -0.5], [0.0, 0.0], [2.0, -2.0]])
+OTHER = replace(GROUP, prompts=(np.array([9], np.int32),))
+ADVANTAGES = credits_of([[0.5, -0.5], [0.0, 0.0], [2.0, -2.0]], [GROUP] * 3)
 
 
 def built(*shares: list[int], payloads: dict[int, GroupPayload], **how: Any) -> TrainingBatch:
@@ -260,14 +254,15 @@ def test_a_share_may_hold_some_of_a_groups_completions():
     assert batch.tokens.tolist() == [7, 8, 12, 9, 10, 11, 1]
     assert batch.advantages.tolist() == [0, 0, -0.5, 0, 2, 2, 2]
     assert batch.minibatches == ((0,), (1,))
-    assert batch.groups is not None
-    assert batch.groups.tolist() == [0, 1]
+    assert batch.prompts is not None
+    assert batch.prompts.tolist() == [0, 1]
 
 
 def test_what_the_policy_did_not_sample_is_no_loss_token():
     """One token of the first trajectory is the environment's: it counts in no mean, and not as sampled."""
     sampled = np.array([True, False, True, True])
-    group = replace(GROUP, loss_mask=sampled, versions=np.where(sampled, GROUP.versions, -1).astype(np.int32))
+    versions = np.where(sampled, GROUP.versions, -1).astype(np.int32)
+    group = replace(GROUP, loss_mask=sampled, versions=versions, loss_tokens=np.array([2, 1], np.int32))
     batch = built([0], payloads={0: group}, algorithm=AlgorithmConfig(loss_mean="sequence"))
     assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
     assert batch.versions.tolist() == [-1, -1, 4, -1, 5, -1, -1, 5]

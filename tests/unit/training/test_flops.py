@@ -54,7 +54,7 @@ def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> 
     assert sum(passes) - attention == forward
     # The backward pass makes the logits again, which torch counts and model FLOPs don't, and adds a product of the same
     # size to the head's gradient in place, which model FLOPs count and torch doesn't.
-    assert sum(cost.prompt + sum(cost.completions) for cost in costs) - 3 * attention == forward + backward
+    assert sum(prompt + sum(completions) for prompt, completions in costs) - 3 * attention == forward + backward
 
 
 def test_a_step_is_its_passes() -> None:

@@ -19,13 +19,26 @@ from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import Tokens
 from areal_core.config.algorithm import OBJECTIVES
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
-from areal_core.training.batching.packing import pack
-from areal_core.training.batching.partition import GroupCost, shard
+from areal_core.training.batching.packing import Packed, pack
+from areal_core.training.batching.partition import shard
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model.forward import completion_logprobs
-from tests.support.training import GROUPS, SPEC, TRAINING, numbers, payload, shares_of, weights
+from tests.support.records import credits_of
+from tests.support.training import (
+    BRANCHES,
+    GROUPS,
+    SPEC,
+    TRAINING,
+    branched,
+    costs_of,
+    numbers,
+    payload,
+    shares_of,
+    weights,
+    whole,
+)
 
 LIMIT = 12  # tokens of a completion
 # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as a comparison needs.
@@ -43,15 +56,14 @@ def share(
         group: replace(one, versions=(step - 1 - np.arange(len(one.tokens)) % 3).astype(np.int32))
         for group, one in payloads.items()
     }
-    costs = [GroupCost(0, group.lengths.tolist()) for group in payloads.values()]
-    shares = shard(costs, minibatches, ranks, seed=0, step=step)[rank]
+    shares = shard(costs_of(payloads), minibatches, ranks, seed=0, step=step)[rank]
     advantages = np.array([[1.0, -0.5, 0.0, 2.0]] * GROUPS)
     advantages[1] = 0.0
     return build_batch(
         step,
         shares,
         shares_of(payloads, shares),
-        advantages,
+        credits_of(advantages, list(payloads.values())),
         capacity=cut.get("capacity", 64),
         algorithm=replace(algorithm, truncated="mask"),
         max_new_tokens=LIMIT,
@@ -204,6 +216,60 @@ def test_gradient_is_that_of_the_whole_minibatch(objective: str, mean: str, esti
     assert_close(
         gradient(one), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}, 1e-4
     )
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("unit", ["rollout", "sequence"])
+def test_rollouts_of_several_sequences_have_the_loss_of_separate_ones(mean: str, unit: str):
+    """In float64: sequences packed as they are trained on, and one after the other with the weights that
+    docs/algorithm.md gives. One of five groups is masked out in part."""
+    algorithm = AlgorithmConfig(loss_mean=mean, loss_unit=unit, clip_eps_high=0.3, truncated="mask")
+    payloads = {group: branched(7 * group) for group in range(3)}
+    credits = credits_of(np.random.default_rng(0).normal(size=(3, 4))[:, BRANCHES], list(payloads.values()))
+    batch = build_batch(
+        1, whole(payloads, range(3)), payloads, credits,
+        capacity=24, algorithm=algorithm, max_new_tokens=LIMIT, share_prompts=True,
+    )  # fmt: skip
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in weights().items()}
+
+    def terms(packed: Packed, weight: np.ndarray) -> Tensor:
+        current, _ = completion_logprobs(SPEC, leaves, packed)
+        known = {
+            "behaviour": batch.behaviour_logprobs,
+            "advantages": batch.advantages,
+            "mask": batch.loss_mask,
+            "weights": weight,
+            "staleness": batch.step - 1 - batch.versions,
+        }
+        shown = {name: torch.from_numpy(values[packed.source]) for name, values in known.items()}
+        nowhere = torch.zeros(len(current), dtype=torch.int64)
+        tokens = Tokens(current=current, proximal=current.detach(), sequence=nowhere, sequences=1, **shown)
+        return policy_loss(tokens, algorithm, denominator=1.0).loss
+
+    def gradient_of(loss: Tensor) -> list[np.ndarray]:
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        return [each.numpy() for each in found if each is not None]
+
+    together = sum(terms(packed, batch.weights.astype(np.float64)) for packed in batch.microbatches[0])
+    together = together / float(batch.denominator_terms.sum())
+
+    ends = np.cumsum(batch.lengths)
+    spans = zip(ends - batch.lengths, ends, strict=True)
+    counted = np.array([batch.loss_mask[start:end].sum() for start, end in spans])
+    rollouts = np.concatenate([BRANCHES + 4 * group for group in range(3)])
+    units = rollouts if unit == "rollout" else np.arange(len(rollouts))
+    of_unit = np.bincount(units, counted)
+    apart = torch.zeros((), dtype=torch.float64)
+    for index, number in enumerate(units):
+        weight = np.float32(1.0 / max(of_unit[number], 1.0)) if mean == "sequence" else 1.0  # as batches hold it
+        laid = batch.tokens, batch.lengths, batch.prompt_lengths
+        apart = apart + terms(pack(*laid, [index]), np.full(len(batch.tokens), weight))
+    there = float((of_unit > 0).sum())
+    apart = apart / {"token": float(counted.sum()), "sequence": there, "constant": there * LIMIT}[mean]
+
+    assert together.item() == pytest.approx(apart.item(), rel=1e-9)
+    for one, other in zip(gradient_of(together), gradient_of(apart), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-9 * np.abs(other).max())
 
 
 # -- version 0 -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.metrics import StepTimes
 from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, PolicyVersion
+from tests.support.records import packed
 from tests.support.runs import tiny
 from tests.support.training import batch
 
@@ -36,10 +37,8 @@ def sound(step: int) -> TrainingBatch:
 
 
 def manifest(step: int) -> BatchManifest:
-    group = BatchGroup(
-        group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), truncated=(False, False), ready_version=step - 1,
-        prompt_tokens=1, checksums=(), segment="", start=0,
-    )  # fmt: skip
+    fields = packed((4, 4), group_id=step, ready_version=step - 1, segment="", start=0)
+    group = BatchGroup(**fields)
     return BatchManifest(step=step, groups=(group,))
 
 

@@ -78,18 +78,20 @@ async def turns() -> None:
 
 
 @asynccontextmanager
-async def begun(*outcomes: Outcome) -> AsyncIterator[tuple[Servers, Rollouts, Session, asyncio.Task[object]]]:
+async def begun(
+    *outcomes: Outcome, opens: bool = True
+) -> AsyncIterator[tuple[Servers, Rollouts, Session, asyncio.Task[object]]]:
     """Rollouts that are to be scored, whose first completions have been requested."""
     servers, session = Servers(), Session(outcomes)
-    async with Rollouts(REQUEST, servers.generate, session.begin) as rollouts:
+    async with Rollouts(REQUEST, opens, servers.generate, session.begin) as rollouts:
         scoring = asyncio.ensure_future(rollouts.scored())
         await turns()
         yield servers, rollouts, session, scoring
     assert session.open == 0
 
 
-def asked(*token_ids: int) -> SampleRequest:
-    return SampleRequest(token_ids=token_ids, n=1, max_tokens=4)
+def asked(*token_ids: int, call: tuple[int, int] = (0, 1)) -> SampleRequest:
+    return SampleRequest(token_ids=token_ids, calls=(call,), max_tokens=4)
 
 
 async def test_completions_reach_the_environment_as_they_end() -> None:
@@ -103,20 +105,38 @@ async def test_completions_reach_the_environment_as_they_end() -> None:
         assert rollouts.sampled() == Tally(tokens=6)
 
 
-async def test_further_requests_have_seeds_of_their_text() -> None:
-    """Twice the same text is two seeds; which of two texts comes first changes neither."""
-    seeds: list[list[int]] = []
-    for first, second in (((9,), (8,)), ((8,), (9,))):
-        async with begun((asked(*first), asked(9)), (asked(*second),)) as (servers, _, _, scoring):
+async def test_further_requests_have_seeds_of_their_calls() -> None:
+    """Whatever their texts, and whichever rollout comes first."""
+    calls = asked(9, call=(0, 1)), asked(9, call=(1, 1)), asked(9, call=(1, 2))
+    seeds: list[set[int]] = []
+    for order in (calls, calls[::-1]):
+        async with begun(order[:2], order[2:]) as (servers, _, _, scoring):
             await servers.complete("g", 0)
             await servers.complete("g", 1)
-            further = [pending for name, pending in servers.pending.items() if name != "g"]
-            found = sorted((each.request.token_ids, each.request.seed) for each in further)
-            assert [text for text, _ in found] == [(8,), (9,), (9,)]
-            seeds.append([seed for _, seed in found])
+            seeds.append({pending.request.seed for name, pending in servers.pending.items() if name != "g"})
             scoring.cancel()
     assert seeds[0] == seeds[1]
-    assert len(set(seeds[0])) == 3
+    assert len(seeds[0]) == 3
+
+
+async def test_a_group_that_does_not_open_with_the_prompt_begins_in_its_worker() -> None:
+    """After a failure it begins there again, with the same seed."""
+    opening = SampleRequest(token_ids=(3,), calls=((0, 0), (1, 0), (2, 0)), max_tokens=4)
+    outcomes = (opening,), RewardError("it broke"), (opening,), SCORED
+    async with begun(*outcomes, opens=False) as (servers, rollouts, session, scoring):
+        assert session.seen == [[]]
+        [(name, first)] = servers.pending.items()
+        assert (first.request.token_ids, first.request.n, first.request.max_tokens) == ((3,), 3, 4)
+        await servers.complete(name, 1)
+        with pytest.raises(RewardError, match="broke"):
+            await scoring
+        assert rollouts.take_refused() == Tally(tokens=2 + 1)
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        assert servers.pending[name].request.seed == first.request.seed
+        await servers.complete(name, 0, 1, 2, last=True)
+        assert await scoring is SCORED
+        assert session.seen == [[], [(0, 1)], [], [(0, 0), (0, 1), (0, 2)]]
 
 
 async def test_after_a_failure_the_environment_begins_again_with_the_first_completions() -> None:

@@ -1,0 +1,32 @@
+"""Chained arithmetic with a tool: whenever the policy writes `=`, a calculator writes the result after it."""
+
+from __future__ import annotations
+
+import re
+
+from areal_core.environments.environment import EnvContext, Environment, Policy
+from areal_core.types import Prompt, Rollout
+
+_STEP = re.compile(r"(\d)([-+*])(\d)=$")
+
+
+class Calculator(Environment):
+    """prompt | `1-1=` | `0` | `;0-7=` | `3` | `#3`, where the calculator says every second part after the prompt."""
+
+    max_turns = 32
+
+    def __init__(self, context: EnvContext) -> None:
+        super().__init__(context)
+        self._equals = context.dialogue.message("=", ())  # raises for a model that can't spell it
+
+    async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
+        text, calls = list(task.token_ids), 0
+        while True:
+            turn = await policy.sample(text, stop=self._equals)
+            step = _STEP.search(self.context.tokenizer.decode(turn.token_ids.tolist()))
+            if step is None:
+                return self.context.scored(self.context.judge(task, turn), calls=calls)
+            left, sign, right = int(step[1]), step[2], int(step[3])
+            result = {"+": left + right, "-": left - right, "*": left * right}[sign] % 10
+            text += [*turn.token_ids.tolist(), *self.context.tokenizer.encode(str(result))]
+            calls += 1
