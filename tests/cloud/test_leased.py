@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,8 +27,9 @@ STATE = f"terraform/runs/{RUN}.tfstate"
 
 def kill_terraform() -> None:
     for process in psutil.Process().children(recursive=True):
-        if process.name() == "terraform":
-            process.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # some end meanwhile
+            if process.name() == "terraform":
+                process.send_signal(signal.SIGKILL)
 
 
 def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gone_are_ended(
