@@ -133,7 +133,25 @@ class Rollout:
     outcome: Outcome  # for the curves; training sees the reward alone
     trajectories: tuple[Trajectory, ...] | None = None  # None: as its policy has recorded them
     truncated: bool | None = None  # it ran into the length limit; None: if its last turn did
+    answer: str | None = None  # what its verifier has read, for people and for votes
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # by curve name: means over the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A rollout for people and for scores."""
+
+    text: str  # what followed its prompt; of further sequences their prompts too
+    tokens: int  # sampled ones
+    truncated: bool  # it ran into the length limit
+    outcome: Outcome
+    score: float | None  # its reward; None: there is no result
+    answer: str | None  # what the verifier has read
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # its environment's numbers, by name
+
+    @property
+    def correct(self) -> bool:
+        return self.outcome is Outcome.CORRECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ import tokenizers
 from areal_core.config.schema import load
 from areal_core.environments.mathematics import gold_answer
 from areal_core.environments.registry import mathematics
-from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.sampling import Benchmark, Collector
 from areal_core.evaluation.scores import RecordFile
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.pool import open_rewards
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 from benchmarks._harness import tell
 
@@ -131,12 +131,13 @@ async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
     config = load({"environment": {"verifier": "mathematics"}})
     benchmark = Benchmark(name="own", config=config, problems=problems, about={})
     with tempfile.TemporaryDirectory() as folder, RecordFile(Path(folder) / "r", {"a": 1}) as records:
-        judges = Judges(config, workers=2)
+        inner.save(f"{folder}/tokenizer.json")
+        rewards = open_rewards(config, folder, workers=2)
         try:
-            collector = Collector(benchmark, records, tokenizer, judges, stop_token_ids=())
+            collector = Collector(benchmark, records, tokenizer, rewards, stop_token_ids=())
             await collector.work(server, at_once)
         finally:
-            await judges.close()
+            await rewards.close()
         found = records.records
     assert len(found) == len(judged)
     return sum((record.greedy.outcome is Outcome.CORRECT) != judged[record.problem][2] for record in found)

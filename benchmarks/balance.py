@@ -32,8 +32,7 @@ import numpy as np
 import orjson
 
 from areal_core.api.pending_completions import receive
-from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import Arrival, ServerLoad
+from areal_core.api.wire import ServerLoad
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller import pool as pool_module
 from areal_core.controller.core.controller import RolloutController
@@ -45,11 +44,11 @@ from areal_core.environments.environment import EnvContext, SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.planning.time_model import SPECS
-from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.training.batching.partition import Part, PromptCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt
 from benchmarks import _harness
+from tests.support.groups import RewardsHere
 from tests.support.virtual import run_virtual
 
 T = TypeVar("T")
@@ -170,7 +169,7 @@ def _body(completion: int, tokens: int) -> bytes:
     return orjson.dumps({"usage": {"completion_tokens": len(ids)}, "choices": [choice]})
 
 
-class Rewards:
+class Rewards(RewardsHere):
     """The environment, as reward workers run it, in this process."""
 
     def __init__(self, config: RunConfig, record: Record) -> None:
@@ -178,8 +177,7 @@ class Rewards:
             record.scored[int(text.partition("=")[0])] = _now()
             return 1.0
 
-        self._config = config
-        self._environment = SingleTurn(
+        environment = SingleTurn(
             EnvContext(
                 environment=config.environment,
                 task=config.task,
@@ -189,20 +187,7 @@ class Rewards:
                 verify=verify,
             )
         )
-
-    def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
-        return _Session(GroupRollout(self._environment, prompt, self._config))
-
-
-class _Session:
-    def __init__(self, rollout: GroupRollout) -> None:
-        self._rollout = rollout
-
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        return await self._rollout.advance(arrived)
-
-    def close(self) -> None:
-        self._rollout.close()
+        super().__init__(environment, config)
 
 
 class Prompts:

@@ -192,7 +192,7 @@ class _Rewards:
     def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
         self._scored, self._version = scored_group(), version
 
-    def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
+    def begin(self, prompt: Prompt, n: int, *, apart: bool) -> _Session:
         version = self._version()
         summary = replace(self._scored.summary, min_version=version, max_version=version)
         return _Session(replace(self._scored, summary=summary))

@@ -35,10 +35,10 @@ import torch
 
 from areal_core.__main__ import configuration
 from areal_core.algorithm.advantages import advantages_of
+from areal_core.api.rollouts import trajectory_seed
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import encode_generation
 from areal_core.config.schema import RunConfig
-from areal_core.controller.core.rollouts import trajectory_seed
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.folders import read_weights

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.errors import StorageError
-from areal_core.types import BatchGroup, GroupPayload, GroupSummary, PackedGroup
+from areal_core.types import BatchGroup, GroupPayload, GroupSummary, PackedGroup, Sample
 
 _PROMPT = np.dtype("<i4")
 _FIELDS = {
@@ -50,6 +50,7 @@ class ScoredGroup:
     payload: bytes  # of pack_group
     summary: GroupSummary
     failure: str | None = None  # the first that its verifier has failed with, as errors.VerifierError says it
+    samples: tuple[Sample, ...] = ()  # [G] rollouts, where they were asked for
 
 
 def segment_file(folder: Path, segment: str) -> Path:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import gc
 import logging
 import signal
@@ -43,8 +42,7 @@ from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.pool import RewardPool
-from areal_core.rewards.worker import advance
+from areal_core.rewards.pool import open_rewards
 from areal_core.storage import durable
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
@@ -89,10 +87,10 @@ class Service:
         check_digests(self.info.prompts, digests(self.source))
         if isinstance(self.source, RowSource):
             self.recorder.document("dataset_report", 0, dataclasses.asdict(self.source.report))
-        self.rewards = RewardPool(
-            workers=self.config.rollout.reward_workers,
-            timeout_s=self.config.rollout.reward_timeout_s,
-            function=functools.partial(advance, self.config, self.info.model_path),
+        self.rewards = open_rewards(
+            self.config,
+            self.info.model_path,
+            self.config.rollout.reward_workers,
             timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(

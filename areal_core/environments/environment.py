@@ -112,6 +112,7 @@ class EnvContext:
         return Rollout(
             reward=self.reward(verdict.score),
             outcome=verdict.outcome,
+            answer=verdict.answer,
             metrics={f"environment/{name}": value for name, value in metrics.items()},
         )
 
@@ -162,5 +163,5 @@ class TwoTurn(Environment):
         again = self.context.judge(task, await policy.sample(text))
         if again.score is not None:
             score = max(verdict.score, self.context.environment.retry_score * again.score)
-            again = Verdict(again.outcome, score)
+            again = Verdict(again.outcome, score, again.answer)
         return self.context.scored(again)

@@ -1,6 +1,6 @@
 """The evaluator: scores published versions on the held-out prompts, beside the training.
 
-    controller --GET /evaluation--> version -> generation servers -> completions -> verifier -> POST /evaluations
+    controller --GET /evaluation--> version -> generation servers -> rollouts of its environment -> POST /evaluations
 
 It is a client of generation servers like any other, and computes nothing itself; their tokens for it are outside the
 ledger. Every version has its records, which an evaluator that was killed goes on with, and a page to read them, in the
@@ -19,12 +19,12 @@ import orjson
 from areal_core.api.controller_client import ControllerClient
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ArealError, RunFinished, UserCodeError
-from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.sampling import Collector, open_benchmark
 from areal_core.evaluation.scores import RecordFile, problem_row, scored, write_page
 from areal_core.evaluation.servers import open_servers
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.pool import open_rewards
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Evaluation, PolicyVersion
@@ -43,7 +43,7 @@ class Evaluator:
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
         dialogue = Dialogue(config.task.chat, self._tokenizer)
         self._stop_token_ids = dialogue.stop_token_ids(model_path)
-        self.judges = Judges(config, config.rollout.reward_workers)
+        self.rewards = open_rewards(config, model_path, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 
     async def score(self, version: PolicyVersion) -> tuple[Evaluation, Path]:
@@ -56,7 +56,7 @@ class Evaluator:
                 self._benchmark,
                 records,
                 self._tokenizer,
-                self.judges,
+                self.rewards,
                 stop_token_ids=self._stop_token_ids,
                 version=version.version,
                 on_record=lambda _: heartbeat.progressed(),
@@ -106,7 +106,7 @@ async def evaluate(run: RunDir) -> None:
             await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
             more = await asyncio.to_thread(controller.evaluated, evaluation)
     finally:
-        await evaluator.judges.close()
+        await evaluator.rewards.close()
 
 
 def main() -> None:

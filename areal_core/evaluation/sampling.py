@@ -1,9 +1,9 @@
-"""A benchmark, and completions of its problems from generation servers, judged and recorded.
+"""A benchmark, and rollouts of its problems, by its environment and with generation servers, recorded.
 
-    problems --> workers at every server --requests--> completions --> verifier --> records
+    problems --> workers at every server --rollouts: requests, completions, environment--> records
 
-Servers may come, go and come again; a problem whose server is lost goes to another one. What a problem's completions
-are sampled with follows from its text alone, not from when, where or beside what they are.
+Servers may come, go and come again; a problem whose server is lost goes to another one. What a problem's rollouts are
+sampled with follows from its text alone, not from when, where or beside what they are.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from areal_core.api.pending_completions import PendingCompletions, receive
+from areal_core.api.rollouts import Rollouts, Session
+from areal_core.api.wire import encode_generation
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import prompts_digest
+from areal_core.environments.registry import environment_class
 from areal_core.environments.source import open_source
-from areal_core.environments.verdicts import Verdict
-from areal_core.errors import GenerationError, ServerLostError
-from areal_core.evaluation.scores import Record, RecordFile, Sample
+from areal_core.environments.verdicts import Failures
+from areal_core.errors import GenerationError, RewardError, ServerLostError, SessionLostError
+from areal_core.evaluation.scores import Record, RecordFile
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, GenerationRequest, Prompt
+from areal_core.types import Completion, GenerationRequest, Outcome, Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
         "benchmark": described,
         "model": {"digest": weights},
         "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
-        "environment": {"verifier": config.environment.verifier},
+        "environment": {"name": config.environment.name, "verifier": config.environment.verifier},
         "generation": {"engine": engine},
         "evaluation": {"samples": config.evaluation.samples, "temperature": config.evaluation.temperature},
         "seed": config.seed,
@@ -54,8 +59,10 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
     return Benchmark(name=name, config=config, problems=problems, about=about)
 
 
-JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[Sequence[Verdict]]]
-"""The verdicts on completions of a prompt: their texts, and whether they ran into the length limit."""
+class Rewards(Protocol):
+    """The reward workers, which run environments."""
+
+    def begin(self, prompt: Prompt, n: int, *, apart: bool, shown: bool) -> Session: ...
 
 
 class Server(Protocol):
@@ -76,7 +83,7 @@ class Collector:
         benchmark: Benchmark,
         records: RecordFile,
         tokenizer: Tokenizer,
-        judge: JudgeAll,
+        rewards: Rewards,
         *,
         stop_token_ids: tuple[int, ...],
         version: int = 0,
@@ -87,7 +94,9 @@ class Collector:
         self._config, self._samples = benchmark.config, benchmark.config.evaluation.samples or 0
         self._records, self._on_record = records, on_record
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
-        self._judge, self._version = judge, version
+        self._rewards, self._version = rewards, version
+        self._failures = Failures(self._config.environment.max_no_result)
+        self._opens = environment_class(self._config).opens_with_prompt
         self._waiting: asyncio.Queue[Prompt] = asyncio.Queue()
         for problem in benchmark.problems:
             if problem.index not in records:
@@ -144,33 +153,20 @@ class Collector:
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
         kinds = [True, False] if self._samples else [True]  # greedy or not
-        parts = await asyncio.gather(*(self._generate(server, problem, greedy=greedy) for greedy in kinds))
-        completions = [completion for part in parts for completion in part]
-        texts = [
-            (self._tokenizer.decode(each.token_ids.tolist()), each.finish_reason == "length") for each in completions
-        ]
-        verdicts = await self._judge(problem, texts)
-        judged = [
-            Sample(
-                text=text,
-                tokens=len(completion.token_ids),
-                truncated=truncated,
-                outcome=verdict.outcome,
-                score=verdict.score,
-                answer=verdict.answer,
-            )
-            for completion, (text, truncated), verdict in zip(completions, texts, verdicts, strict=True)
-        ]
+        parts = await asyncio.gather(*(self._rollouts(server, problem, greedy=greedy) for greedy in kinds))
+        greedy, *samples = [sample for part in parts for sample in part]
         return Record(
             problem=problem.index,
             prompt_id=problem.prompt_id,
             prompt=self._tokenizer.decode(problem.token_ids, special=True),
             gold=problem.answer,
-            greedy=judged[0],
-            samples=tuple(judged[1:]),
+            greedy=greedy,
+            samples=tuple(samples),
         )
 
-    async def _generate(self, server: Server, problem: Prompt, *, greedy: bool) -> list[Completion]:
+    async def _rollouts(self, server: Server, problem: Prompt, *, greedy: bool) -> tuple[Sample, ...]:
+        """The rollouts of a problem. Those that fail in every try have no result. Raises UserCodeError where too many
+        have none."""
         digest = hashlib.sha256(f"{self._config.seed}/{problem.prompt_id}".encode()).digest()
         n = 1 if greedy else self._samples
         request = GenerationRequest(
@@ -183,9 +179,40 @@ class Collector:
             greedy=greedy,
             temperature=self._config.evaluation.temperature,
         )
+
+        async def generate(pending: PendingCompletions) -> None:
+            completions = await self._complete(server, pending.request)
+            pending.take(range(pending.request.n), receive(encode_generation(pending.request, completions)))
+
+        def begin(apart: bool) -> Session:
+            return self._rewards.begin(problem, n, apart=apart, shown=True)
+
+        tries = 0
+        async with Rollouts(request, self._opens, generate, begin) as rollouts:
+            while True:
+                try:
+                    scored = await rollouts.scored()
+                    break
+                except RewardError as error:
+                    if isinstance(error, SessionLostError):
+                        continue
+                    self._failures.failed_try(error)
+                    if (tries := tries + 1) >= self._config.rollout.max_tries:
+                        return self._failed(n, str(error))
+        assert scored is not None, "a request is finished or raises"
+        self._failures.settled(scored.summary.outcomes, scored.failure, truncated=sum(scored.summary.truncated))
+        return scored.samples
+
+    def _failed(self, n: int, failure: str) -> tuple[Sample, ...]:
+        self._failures.settled(Counter({Outcome.FAILED: n}), failure)
+        return (Sample(text="", tokens=0, truncated=False, outcome=Outcome.FAILED, score=None, answer=None),) * n
+
+    async def _complete(self, server: Server, request: GenerationRequest) -> list[Completion]:
         completions = await server.complete(request)
-        if len(completions) != n or any(completion.finish_reason == "abort" for completion in completions):
-            raise GenerationError(f"{server.url}: {request.request_id} came back without its {n} whole completions")
+        if len(completions) != request.n or any(completion.finish_reason == "abort" for completion in completions):
+            raise GenerationError(
+                f"{server.url}: {request.request_id} came back without its {request.n} whole completions"
+            )
         if any((completion.versions != self._version).any() for completion in completions):
             raise ServerLostError(f"{server.url}: it has loaded other weights than version {self._version}")
         return completions

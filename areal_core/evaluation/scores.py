@@ -1,14 +1,15 @@
 """Records of an evaluation on one benchmark, its scores, their page for people, and the comparison of two.
 
-A record is a line for every problem, with all of its completions and their verdicts. The first line of a file says what
-was evaluated, and how. A file that is opened again goes on where it ended; a line that was cut off is dropped.
+A record is a line for every problem, with all of its rollouts. A completion here is what a rollout has sampled. The
+first line of a file says what was evaluated, and how. A file that is opened again goes on where it ended; a line that
+was cut off is dropped.
 
 Every completion counts: one that was cut off, gives no answer that can be read, or has no result, is wrong.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,25 +25,9 @@ from numpy.typing import NDArray
 from areal_core.config.fields import leaves
 from areal_core.errors import ConfigError, StorageError, printable_lines
 from areal_core.evaluation.statistics import Difference, Estimate, difference, estimate, majority_at_k, pass_at_k
-from areal_core.types import Outcome
+from areal_core.types import Outcome, Sample
 
 _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One completion and its verdict."""
-
-    text: str
-    tokens: int
-    truncated: bool  # it ran into the length limit
-    outcome: Outcome
-    score: float | None  # None: there is no result
-    answer: str | None  # what the verifier has read
-
-    @property
-    def correct(self) -> bool:
-        return self.outcome is Outcome.CORRECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +132,7 @@ class Scores:
     outcomes: Mapping[Outcome, int]  # of all completions
     truncated: int  # completions that ran into the length limit, of all
     mean_tokens: float  # of all completions
+    means: Mapping[str, float]  # of their environment's numbers, by name, over greedy completions that have them
 
     @property
     def completions(self) -> int:
@@ -166,6 +152,7 @@ class Scores:
             **{f"outcome_{outcome}": self.outcomes.get(outcome, 0) / self.completions for outcome in Outcome},
             "truncated": self.truncated / self.completions,
             "mean_tokens": self.mean_tokens,
+            **self.means,
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -177,6 +164,7 @@ class Scores:
             *((f"pass@{k}, {self.samples} samples", _shown(value)) for k, value in self.pass_at.items()),
             *((f"maj@{k}, {self.samples} samples", _shown(value)) for k, value in self.majority_at.items()),
             ("completions", f"{found}; {self.truncated} cut off; {self.mean_tokens:,.0f} tokens on average"),
+            *((name, f"{value:.3g}") for name, value in self.means.items()),
         ]
 
 
@@ -185,6 +173,10 @@ def scored(records: Sequence[Record]) -> Scores:
     samples = len(records[0].samples)
     everything = [sample for record in records for sample in (record.greedy, *record.samples)]
     outcomes = Counter(sample.outcome for sample in everything)
+    numbers: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.greedy.metrics.items():
+            numbers[name].append(value)
     powers = [2**exponent for exponent in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
     return Scores(
         problems=len(records),
@@ -195,6 +187,7 @@ def scored(records: Sequence[Record]) -> Scores:
         outcomes={outcome: outcomes[outcome] for outcome in Outcome if outcomes[outcome]},
         truncated=sum(sample.truncated for sample in everything),
         mean_tokens=sum(sample.tokens for sample in everything) / len(everything),
+        means={name: sum(values) / len(values) for name, values in numbers.items()},
     )
 
 

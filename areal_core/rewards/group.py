@@ -16,9 +16,10 @@ from areal_core.api.wire import Arrival, join_completions
 from areal_core.config.schema import RunConfig
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError, RolloutLimitError
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.record import RecordingPolicy
-from areal_core.rewards.scoring import scored_group
-from areal_core.types import Completion, Outcome, Prompt, Rollout, SampleRequest
+from areal_core.rewards.scoring import sample_of, scored_group
+from areal_core.types import Completion, Outcome, Prompt, Rollout, Sample, SampleRequest
 
 Requests = tuple[SampleRequest, ...]
 
@@ -29,7 +30,9 @@ _TURNS = 8  # of the event loop, in which rollouts do what they can with the com
 class GroupRollout:
     """The rollouts of one group, from their first turns to their scores."""
 
-    def __init__(self, environment: Environment, task: Prompt, config: RunConfig) -> None:
+    def __init__(self, environment: Environment, task: Prompt, config: RunConfig, *, n: int | None = None) -> None:
+        """`n` rollouts; None: algorithm.group_size."""
+        self._n = config.algorithm.group_size if n is None else n
         self._environment = environment
         self._task = task
         self._config = config
@@ -61,13 +64,18 @@ class GroupRollout:
             return self._scored(await self._rollouts)
         return self._calls.take_requests()
 
+    def samples(self, tokenizer: Tokenizer) -> tuple[Sample, ...]:
+        """The rollouts, once they are scored."""
+        assert self._rollouts is not None
+        return tuple(sample_of(rollout, tokenizer) for rollout in self._rollouts.result())
+
     def close(self) -> None:
         """Cancel the rollouts."""
         if self._rollouts is not None:
             self._rollouts.cancel()
 
     def _begin(self) -> None:
-        opens, n = self._environment.opens_with_prompt, self._config.algorithm.group_size
+        opens, n = self._environment.opens_with_prompt, self._n
         if opens:
             self._calls.open(n)
         self._policies = [

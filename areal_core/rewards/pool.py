@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from aiohttp import web
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
-from areal_core.rewards.worker import Arrived, WorkerProcess
+from areal_core.rewards.worker import Arrived, WorkerProcess, advance
 from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,12 @@ class RewardPool:
         self._groups = itertools.count(1)
         self._closed = False
 
-    def begin(self, prompt: Prompt, *, apart: bool = False) -> GroupSession:
-        """A group that waits for its first completions. `apart`: each of its verdicts is found in a process of its
-        own, since one of them has cost a worker its own."""
-        return GroupSession(self, prompt, next(self._groups), apart=apart)
+    def begin(self, prompt: Prompt, n: int, *, apart: bool = False, shown: bool = False) -> GroupSession:
+        """A group of `n` rollouts that has not begun. `apart`: each of its verdicts is found in a process of its own,
+        since one of them has cost a worker its own. `shown`: the scored group has samples."""
+        return GroupSession(
+            self, Arrived(group=next(self._groups), prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
+        )
 
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
         """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
@@ -178,21 +182,27 @@ class RewardPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, self._timeout_s)
 
 
+def open_rewards(
+    config: RunConfig, model_path: str, workers: int, timeline: Callable[[int], Path] | None = None
+) -> RewardPool:
+    """The workers that run the environment of a run, with the tokenizer in the folder `model_path`."""
+    function = functools.partial(advance, config, model_path)
+    return RewardPool(workers, config.rollout.reward_timeout_s, function=function, timeline=timeline)
+
+
 class GroupSession:
     """The rollouts of one group, in the worker that began them."""
 
-    def __init__(self, pool: RewardPool, prompt: Prompt, group: int, apart: bool) -> None:
+    def __init__(self, pool: RewardPool, begun: Arrived) -> None:
         self._pool = pool
-        self._prompt = prompt
-        self._group = group
-        self._apart = apart
+        self._begun = begun
         self._worker: _Worker | None = None  # where it is suspended
 
     async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
         """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
         RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
-        prompt = self._prompt if self._worker is None else None
-        message = Arrived(group=self._group, prompt=prompt, completions=arrived, apart=self._apart)
+        prompt = self._begun.prompt if self._worker is None else None
+        message = replace(self._begun, prompt=prompt, completions=arrived)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
         try:
             outcome, worker = await self._pool.ask(message, worker)
@@ -206,7 +216,7 @@ class GroupSession:
     def close(self) -> None:
         """Give the group up, also where it is suspended in a worker."""
         if self._worker is not None:
-            self._worker.forgotten.append(self._group)
+            self._worker.forgotten.append(self._begun.group)
             self._worker = None
 
 

@@ -12,6 +12,7 @@ from areal_core.algorithm.advantages import discounted
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.errors import RewardError
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.record import number
 from areal_core.types import (
     GroupPayload,
@@ -19,6 +20,7 @@ from areal_core.types import (
     Outcome,
     Return,
     Rollout,
+    Sample,
     Trajectory,
 )
 
@@ -82,6 +84,23 @@ def scored_group(
         metrics={name: tuple(values) for name, values in metrics.items()},
     )
     return ScoredGroup(payload=packed, summary=summary)
+
+
+def sample_of(rollout: Rollout, tokenizer: Tokenizer) -> Sample:
+    """A rollout whose sequences are recorded, as text."""
+    first, *others = rollout.trajectories or (Trajectory(segments=()),)
+    shown = [first.segments[1:], *(trajectory.segments for trajectory in others)]
+    tokens = [np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in its)]) for its in shown]
+    sampled = [segment for its in shown for segment in its if segment.call >= 0]
+    return Sample(
+        text="\n\n".join(tokenizer.decode(each.tolist()) for each in tokens),
+        tokens=sum(len(segment.token_ids) for segment in sampled),
+        truncated=bool(rollout.truncated),
+        outcome=Outcome(rollout.outcome),
+        score=rollout.reward,
+        answer=rollout.answer,
+        metrics={name: float(value) for name, value in rollout.metrics.items()},
+    )
 
 
 def _returns(

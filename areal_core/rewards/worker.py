@@ -54,6 +54,8 @@ class Arrived:
     prompt: Prompt | None  # with the first ones
     completions: Sequence[Arrival]
     apart: bool = False  # each verdict is found in a process of its own
+    n: int = 1  # rollouts of the group
+    shown: bool = False  # its rollouts are asked for, not only their payload
 
 
 def _is_apart(message: Any) -> bool:
@@ -235,14 +237,15 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
     if message.prompt is None:
         rollout = _suspended.pop(message.group)
     else:
-        rollout = GroupRollout(_environment(config, model_path, message.apart), message.prompt, config)
+        rollout = GroupRollout(_environment(config, model_path, message.apart), message.prompt, config, n=message.n)
     _running = rollout
     try:
         outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
     if isinstance(outcome, ScoredGroup):
-        return replace(outcome, failure=rollout.failure)
+        samples = rollout.samples(Tokenizer.from_folder(model_path)) if message.shown else ()
+        return replace(outcome, failure=rollout.failure, samples=samples)
     _suspended[message.group] = rollout
     return outcome
 

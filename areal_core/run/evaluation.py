@@ -22,7 +22,6 @@ from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ConfigError
-from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.sampling import Benchmark, Collector, open_benchmark
 from areal_core.evaluation.scores import (
     Record,
@@ -37,13 +36,14 @@ from areal_core.evaluation.servers import OwnServers
 from areal_core.evaluation.statistics import Difference
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.pool import open_rewards
 from areal_core.run.folders import Log, base_model
 from areal_core.run.preflight import preflight
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.storage.weights import base_version
 
-_JUDGES = 4  # workers, where there are so many cores
+_WORKERS = 4  # that run environments, where there are so many cores
 _OWNER_S = 20.0  # for the servers of an evaluation that was killed to end
 
 Progress = Callable[[str, int, int], None]  # benchmark, problems recorded, problems
@@ -171,12 +171,12 @@ async def _complete(
 ) -> None:
     """Have all servers work until every problem has its records. Raises what ends that, or the servers."""
     config, model_path = benchmark.config, run.info().model_path
-    judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
+    rewards = open_rewards(config, model_path, min(_WORKERS, len(os.sched_getaffinity(0))))
     collector = Collector(
         benchmark,
         records,
         tokenizer,
-        judges,
+        rewards,
         stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
     )
@@ -192,7 +192,7 @@ async def _complete(
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        await judges.close()
+        await rewards.close()
 
 
 def _supervise(run: RunDir, stop: StopSignal, log: Log) -> None:

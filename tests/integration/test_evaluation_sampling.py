@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.environments.verdicts import Judge, Verdict
+from areal_core.environments.environment import Verdict
+from areal_core.environments.registry import open_environment
 from areal_core.errors import ServerLostError
 from areal_core.evaluation.sampling import Benchmark, Collector
 from areal_core.evaluation.scores import RecordFile
@@ -17,6 +18,7 @@ from areal_core.generation.engines.embedded import Engine
 from areal_core.models.spec import read_arrays, read_spec
 from areal_core.storage.weights import base_version
 from areal_core.types import Outcome, PolicyVersion, Prompt
+from tests.support.groups import RewardsHere
 from tests.support.live_servers import serving
 from tests.support.models import write_tiny
 from tests.support.policies import END, TOKENIZER
@@ -48,14 +50,9 @@ def verify(task, text):
     return Verdict.of(Outcome.CORRECT if task.answer in text else Outcome.INCORRECT, text[-1:])
 
 
-def judge(check):
-    """Verdicts of a verifier, as a collector asks for them."""
-    inner = Judge(CONFIG.environment, check)
-
-    async def judged(problem, completions):
-        return [inner(problem, text, truncated=truncated) for text, truncated in completions]
-
-    return judged
+def rewards(check):
+    """The single-turn environment with a verifier, in this process."""
+    return RewardsHere(open_environment(CONFIG, TOKENIZER, verify=check), CONFIG)
 
 
 def collect(file, urls, *, completions=16, check=verify, until=None):
@@ -69,7 +66,7 @@ def collect(file, urls, *, completions=16, check=verify, until=None):
             if done == until:
                 enough.set()
 
-        collector = Collector(BENCHMARK, records, TOKENIZER, judge(check), stop_token_ids=(END,), on_record=on_record)
+        collector = Collector(BENCHMARK, records, TOKENIZER, rewards(check), stop_token_ids=(END,), on_record=on_record)
 
         async def work(client):
             with contextlib.suppress(ServerLostError):
@@ -120,7 +117,7 @@ def collect_here(file, engine, version=BASE):
 
     async def run(records):
         ends = {"stop_token_ids": (END,), "version": version.version}
-        collector = Collector(BENCHMARK, records, TOKENIZER, judge(verify), **ends)
+        collector = Collector(BENCHMARK, records, TOKENIZER, rewards(verify), **ends)
         async with asyncio.timeout(240):
             await OwnEngine(engine, slots=8).work_on(collector, version)
             await collector.finished()

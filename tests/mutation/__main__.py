@@ -43,8 +43,8 @@ MODULES = {  # and the tests that are to kill their mutants
         "tests/property/test_ledger.py",
     ),
     "areal_core/controller/core/controller.py": ("tests/property/test_controller.py",),
-    "areal_core/controller/core/rollouts.py": (
-        "tests/unit/controller/core/test_rollouts.py",
+    "areal_core/api/rollouts.py": (
+        "tests/unit/api/test_rollouts.py",
         "tests/property/test_controller.py",
     ),
     "areal_core/algorithm/objectives.py": ("tests/unit/algorithm",),

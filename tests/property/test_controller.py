@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_core.api.rollouts import trajectory_seed
 from areal_core.config.schema import load
 from areal_core.controller.core.controller import RolloutController
 from areal_core.controller.core.ledger import AdmittedGroup, TrajectoryLedger
-from areal_core.controller.core.rollouts import trajectory_seed
 from areal_core.errors import (
     ConfigError,
     GenerationError,

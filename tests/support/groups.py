@@ -10,11 +10,37 @@ from dataclasses import replace
 from areal_core.api.scored_groups import ScoredGroup, read_group
 from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
 from areal_core.config.schema import RunConfig
+from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.group import GroupRollout
+from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.types import Completion, GenerationRequest, GroupPayload, PackedGroup, Prompt
-from tests.support.policies import END
+from tests.support.policies import END, TOKENIZER
+
+
+class RewardsHere:
+    """Runs an environment in this process, as reward workers do in theirs."""
+
+    def __init__(self, environment: Environment, config: RunConfig) -> None:
+        self._environment, self._config = environment, config
+
+    def begin(self, prompt: Prompt, n: int, *, apart: bool, shown: bool = False) -> SessionHere:
+        return SessionHere(GroupRollout(self._environment, prompt, self._config, n=n))
+
+
+class SessionHere:
+    def __init__(self, rollout: GroupRollout) -> None:
+        self._rollout = rollout
+
+    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+        outcome = await self._rollout.advance(arrived)
+        return (
+            replace(outcome, samples=self._rollout.samples(TOKENIZER)) if isinstance(outcome, ScoredGroup) else outcome
+        )
+
+    def close(self) -> None:
+        self._rollout.close()
+
 
 _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 
@@ -24,8 +50,7 @@ def score_group(
 ) -> ScoredGroup:
     """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
     environment = open_environment(config, _tokenizer(model_path))
-    sized = replace(config, algorithm=replace(config.algorithm, group_size=len(completions)))
-    rollout = GroupRollout(environment, prompt, sized)
+    rollout = GroupRollout(environment, prompt, config, n=len(completions))
     with asyncio.Runner() as runner:
         outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
     assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"

@@ -183,7 +183,7 @@ class FakeRewards:
         self.opens = True  # the environment opens with the prompt
         self.failure: type[RewardError] = RewardError
 
-    def begin(self, prompt: Prompt, *, apart: bool) -> FakeSession:
+    def begin(self, prompt: Prompt, n: int, *, apart: bool) -> FakeSession:
         self.open += 1
         return FakeSession(self, prompt)
 

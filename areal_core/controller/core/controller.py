@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from areal_core.api.pending_completions import PendingCompletions
+from areal_core.api.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import RunConfig
 from areal_core.controller.core.gate import StalenessGate
 from areal_core.controller.core.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.controller.core.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.controller.core.tables import Place
 from areal_core.environments.verdicts import Failures
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
@@ -87,8 +87,9 @@ class Engine(Protocol):
 class Rewards(Protocol):
     """The reward workers, which run environments."""
 
-    def begin(self, prompt: Prompt, *, apart: bool) -> Session:
-        """`apart`: each verdict in a process of its own, since one of the group's has cost a worker its own."""
+    def begin(self, prompt: Prompt, n: int, *, apart: bool) -> Session:
+        """A group of `n` rollouts. `apart`: each verdict in a process of its own, since one of the group's has cost a
+        worker its own."""
         ...
 
 
@@ -251,7 +252,7 @@ class RolloutController:
             self._request(group, prompt),
             self.opens_with_prompt,
             self._generate,
-            lambda apart: self.rewards.begin(prompt, apart=apart),
+            lambda apart: self.rewards.begin(prompt, self._group_size, apart=apart),
         )
         self._unsent.add(rollouts)
         task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")

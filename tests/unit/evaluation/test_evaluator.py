@@ -32,7 +32,7 @@ def test_a_borrowed_server_is_returned_though_all_is_recorded(tmp_path: Path, mo
     evaluator: Any = Evaluator.__new__(Evaluator)
     evaluator._run, evaluator.servers = SimpleNamespace(evaluations=tmp_path), lent
     evaluator._benchmark = SimpleNamespace(about={})
-    evaluator._tokenizer = evaluator._stop_token_ids = evaluator.judges = None
+    evaluator._tokenizer = evaluator._stop_token_ids = evaluator.rewards = None
     with pytest.raises(InterruptedError):
         asyncio.run(evaluator.score(VERSION))
     assert (joined, borrowed.exists()) == (["a"], False)

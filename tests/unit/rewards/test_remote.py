@@ -98,7 +98,7 @@ async def connect(pool: RewardPool) -> AsyncIterator[Connect]:
 
 
 def begun(pool: RewardPool, answer: str = "") -> GroupSession:
-    return pool.begin(Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer))
+    return pool.begin(Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer), 1)
 
 
 def advance(session: GroupSession, body: bytes = b"body") -> asyncio.Task[Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, load
+from areal_core.config.schema import EnvironmentConfig, RunConfig, load
 from areal_core.environments.environment import SingleTurn
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import (
@@ -104,8 +104,8 @@ def pool(start):
 def group_pool(start, model):
     """Make a pool whose workers run the rollouts of groups."""
 
-    def made(n=1, *, workers=1, environment=None, function=worker.advance):
-        config = RunConfig(environment=environment or EnvironmentConfig(), algorithm=AlgorithmConfig(group_size=n))
+    def made(*, workers=1, environment=None, function=worker.advance):
+        config = RunConfig(environment=environment or EnvironmentConfig())
         return start(workers, 30.0, functools.partial(function, config, str(model)))
 
     return made
@@ -195,7 +195,7 @@ TALKING = EnvironmentConfig(name="two_turn")
 
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_pool):
     pool = group_pool(environment=TALKING)
-    session = pool.begin(ASKED)
+    session = pool.begin(ASKED, 1)
     await session.advance(arrivals(completion("#0")))
     [pid] = pool.pids()
     workers = Watch([pid])
@@ -211,8 +211,8 @@ async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, mo
     """Its worker is asked nothing meanwhile."""
     monkeypatch.setenv("NOTED", str(model / "noted"))
     environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
-    pool = group_pool(n=2, environment=environment)
-    session = pool.begin(ASKED)
+    pool = group_pool(environment=environment)
+    session = pool.begin(ASKED, 2)
     assert await session.advance(arrivals(completion("#3"))) == ()
     async with asyncio.timeout(30):
         while not (model / "noted").exists():  # noqa: ASYNC110
@@ -234,7 +234,7 @@ class Noting(SingleTurn):
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
     pool = group_pool(environment=TALKING, function=count_suspended)
     for _ in range(3):
-        session = pool.begin(ASKED)
+        session = pool.begin(ASKED, 1)
         await session.advance(arrivals(completion("#0")))
         session.close()
     suspended, _ = await pool.ask("how many")
@@ -302,7 +302,7 @@ def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[Rewar
 async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
     nowhere = EnvironmentConfig(verifier="nowhere:verify")
     with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
-        await group_pool(environment=nowhere).begin(ASKED, apart=True).advance(arrivals(completion("#3")))
+        await group_pool(environment=nowhere).begin(ASKED, 1, apart=True).advance(arrivals(completion("#3")))
 
 
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

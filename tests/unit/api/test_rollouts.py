@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from areal_core.api.pending_completions import PendingCompletions, receive
+from areal_core.api.rollouts import Rollouts
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.controller.core.rollouts import Rollouts
 from areal_core.errors import RewardError
 from areal_core.types import GenerationRequest, SampleRequest, Tally
 from tests.support.records import summary

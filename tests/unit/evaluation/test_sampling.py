@@ -1,0 +1,106 @@
+"""Rollouts of many problems at once, in reward workers, and their samples."""
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.environments.verdicts import Verdict
+from areal_core.errors import UserCodeError
+from areal_core.evaluation.sampling import Benchmark, Collector
+from areal_core.evaluation.scores import Record, RecordFile, scored
+from areal_core.rewards.pool import open_rewards
+from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
+from tests.support.policies import END, TOKENIZER, completion
+
+HANGS, DIES, FAILS = "7", "8", "9"
+
+
+def verify(task: Prompt, text: str) -> Verdict:
+    if text == HANGS:
+        time.sleep(60)
+    if text == DIES:
+        ctypes.string_at(0)
+    if text == FAILS:
+        raise KeyError(text)
+    return Verdict.of(Outcome.CORRECT if text == task.answer else Outcome.INCORRECT, text)
+
+
+CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
+
+
+class Completing:
+    """A server that completes at once, with the texts that it has for a problem: the greedy one first."""
+
+    url = "stand-in"
+
+    def __init__(self, texts: Mapping[str, Sequence[str]]) -> None:
+        self._texts = texts
+
+    async def complete(self, request: GenerationRequest) -> list[Completion]:
+        first, *others = self._texts[TOKENIZER.decode(request.token_ids)]
+        return [completion(text) for text in ([first] if request.greedy else others)]
+
+
+def collected(
+    folder: Path,
+    texts: Mapping[str, Sequence[str]],
+    config: RunConfig = CONFIG,
+    *,
+    further: Mapping[str, Sequence[str]] = {},
+) -> list[Record]:
+    """Records of problems whose prompts, and `further` texts of environments, have these completions. The gold answer
+    is the digit before the last sign."""
+    TOKENIZER.save(folder / "tokenizer.json")
+    problems = [
+        Prompt(index=index, prompt_id=f"{index:x}", text=text, token_ids=TOKENIZER.encode(text), answer=text[-2])
+        for index, text in enumerate(texts)
+    ]
+    samples = len(next(iter(texts.values()))) - 1
+
+    async def run() -> list[Record]:
+        changed = load(config.to_dict() | {"evaluation": config.to_dict()["evaluation"] | {"samples": samples or None}})
+        benchmark = Benchmark(name="own", config=changed, problems=problems, about={})
+        with RecordFile(folder / "records", {"a": 1}) as records:
+            rewards = open_rewards(changed, str(folder), 1)
+            try:
+                collector = Collector(benchmark, records, TOKENIZER, rewards, stop_token_ids=(END,))
+                await collector.work(Completing({**texts, **further}), 32)
+                await collector.finished()
+            finally:
+                await rewards.close()
+            return records.records
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", [HANGS, DIES])
+def test_a_completion_that_costs_a_worker_its_process_costs_no_other_its_verdict(tmp_path: Path, text: str) -> None:
+    texts = {f"{first}{second}=": (str(second), "0") for first in range(4) for second in range(1, 6)}
+    texts["16="] = ("6", text)
+    found = collected(tmp_path, texts)
+    assert all(record.greedy.outcome is Outcome.CORRECT for record in found)
+    assert [sample.outcome for sample in found[-1].samples] == [Outcome.TIMED_OUT]
+    assert {record.samples[0].outcome for record in found[:-1]} == {Outcome.INCORRECT}
+    assert [record.greedy.answer for record in found] == [text[0] for text in texts.values()]
+
+
+def test_a_verifier_with_a_bug_ends_the_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="KeyError: '9'"):
+        collected(tmp_path, {f"{first}{second}=": (FAILS,) for first in range(4) for second in range(8)})
+
+
+def test_a_problem_is_scored_by_all_turns_of_its_environment(tmp_path: Path) -> None:
+    """One is right at once, one at the second try, one never."""
+    config = load({"environment": {"name": "two_turn", "verifier": f"{__name__}:verify"}})
+    further = {"+2=1=": ("2",), "+3=1=": ("4",)}
+    found = collected(tmp_path, {"+1=": ("1",), "+2=": ("1",), "+3=": ("1",)}, config, further=further)
+    assert [record.greedy.outcome for record in found] == [Outcome.CORRECT, Outcome.CORRECT, Outcome.INCORRECT]
+    assert [record.greedy.text for record in found] == ["1", "1=2", "1=4"]
+    assert [record.greedy.score for record in found] == [1.0, 0.5, 0.0]
+    assert [record.greedy.tokens for record in found] == [2, 4, 4]
+    assert scored(found).greedy.value == pytest.approx(2 / 3)
