@@ -32,8 +32,7 @@ import numpy as np
 import orjson
 
 from areal_core.api.pending_completions import receive
-from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import Arrival, ServerLoad
+from areal_core.api.wire import ServerLoad
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller import pool as pool_module
 from areal_core.controller.core.controller import RolloutController
@@ -45,7 +44,7 @@ from areal_core.environments.environment import EnvContext, SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.planning.time_model import SPECS
-from areal_core.rewards.group import GroupRollout, Requests
+from areal_core.rewards.group import GroupRollout
 from areal_core.training.batching.partition import Part, PromptCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt
@@ -190,19 +189,8 @@ class Rewards:
             )
         )
 
-    def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
-        return _Session(GroupRollout(self._environment, prompt, self._config))
-
-
-class _Session:
-    def __init__(self, rollout: GroupRollout) -> None:
-        self._rollout = rollout
-
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        return await self._rollout.advance(arrived)
-
-    def close(self) -> None:
-        self._rollout.close()
+    def begin(self, prompt: Prompt, *, apart: bool) -> GroupRollout:
+        return GroupRollout(self._environment, prompt, self._config)
 
 
 class Prompts:

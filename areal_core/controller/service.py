@@ -44,7 +44,7 @@ from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedge
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.pool import RewardPool
-from areal_core.rewards.worker import advance
+from areal_core.rewards.worker import open_group
 from areal_core.storage import durable
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
@@ -92,7 +92,7 @@ class Service:
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,
-            function=functools.partial(advance, self.config, self.info.model_path),
+            function=functools.partial(open_group, self.config, self.info.model_path),
             timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(

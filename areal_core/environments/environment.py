@@ -95,13 +95,13 @@ class EnvContext:
     verify: Verifier
     on_failure: Callable[[str], None] = lambda failure: None  # told what a verifier has failed with
 
-    def judge(self, task: Prompt, completion: Completion) -> Verdict:
+    async def judge(self, task: Prompt, completion: Completion) -> Verdict:
         """The verdict on a completion. One that ran into the length limit is wrong, and is not verified unless
         environment.verify_truncated says so. A verifier that fails has no result. Raises RewardError where the
         verifier does."""
         text = self.tokenizer.decode(completion.token_ids.tolist())
         judge = Judge(self.environment, self.verify)
-        verdict = judge(task, text, truncated=completion.finish_reason == "length")
+        verdict = await judge(task, text, truncated=completion.finish_reason == "length")
         if verdict.failure is not None:
             self.on_failure(verdict.failure)
         return verdict
@@ -132,7 +132,7 @@ class SingleTurn(Environment):
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         completion = await policy.sample(task.token_ids)
-        return self.context.scored(self.context.judge(task, completion))
+        return self.context.scored(await self.context.judge(task, completion))
 
 
 class TwoTurn(Environment):
@@ -152,14 +152,14 @@ class TwoTurn(Environment):
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         first = await policy.sample(task.token_ids)
-        verdict = self.context.judge(task, first)
+        verdict = await self.context.judge(task, first)
         if verdict.outcome is Outcome.CORRECT or verdict.score is None:
             return self.context.scored(verdict)
         message = self.context.dialogue.message(self._message, first.token_ids.tolist())
         text = (*task.token_ids, *first.token_ids.tolist(), *message)
         if policy.room(text) < 1:
             return self.context.scored(verdict)
-        again = self.context.judge(task, await policy.sample(text))
+        again = await self.context.judge(task, await policy.sample(text))
         if again.score is not None:
             score = max(verdict.score, self.context.environment.retry_score * again.score)
             again = Verdict(again.outcome, score)

@@ -47,26 +47,28 @@ class Judges:
 
     async def _verdicts(self, completions: Sequence[_Completion]) -> Sequence[Verdict]:
         try:
-            return (await self._pool.ask(_Job(completions=completions)))[0]
+            return await self._pool.ask(_Job(completions=completions))
         except (RewardTimeoutError, RewardWorkerError) as error:
             self._failures.failed_try(error)
         try:
-            return (await self._pool.ask(_Job(completions=completions, apart=True)))[0]
+            return await self._pool.ask(_Job(completions=completions, apart=True))
         except RewardError as failed:
             return [Verdict(Outcome.FAILED, None, failure=str(failed))] * len(completions)
 
 
-def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
+async def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
     judge = _judge(config, job.apart)
-    return [_verdict(judge, *completion) for completion in job.completions]
+    return [await _verdict(judge, *completion) for completion in job.completions]
 
 
-def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
+async def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
     """A verifier that asks for another try gets one."""
     failure = None
     for _ in range(2):
         try:
-            return judge(problem, text, truncated=truncated)
+            return await judge(problem, text, truncated=truncated)
+        except RewardTimeoutError:
+            raise
         except RewardError as error:
             failure = str(error)
     return Verdict(Outcome.FAILED, None, failure=failure)

@@ -1,6 +1,6 @@
 """One group's rollouts inside a worker: coroutines of the environment, suspended while they wait for the policy.
 
-    advance(completions that have ended) -> their next requests to the policy, or the scored group
+    deliver(completions that have ended); said() -> their next requests to the policy, or the scored group
 
 Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests in their own.
 """
@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, join_completions
 from areal_core.config.schema import RunConfig
+from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
-from areal_core.errors import RewardError, RolloutLimitError
+from areal_core.errors import (
+    ArealError,
+    GenerationError,
+    RewardError,
+    RewardTimeoutError,
+    RolloutLimitError,
+    VerifierError,
+)
 from areal_core.rewards.record import RecordingPolicy
 from areal_core.rewards.scoring import scored_group
 from areal_core.types import Completion, Outcome, Prompt, Rollout, SampleRequest
@@ -23,50 +35,63 @@ from areal_core.types import Completion, Outcome, Prompt, Rollout, SampleRequest
 Requests = tuple[SampleRequest, ...]
 
 
-_TURNS = 8  # of the event loop, in which rollouts do what they can with the completions that they have got
+class Saying:
+    """A group, of which somebody waits for what it says."""
+
+    def __init__(self) -> None:
+        self._said = asyncio.Queue[Any]()
+
+    def say(self, outcome: Any) -> None:
+        self._said.put_nowait(outcome)
+
+    async def said(self) -> Any:
+        """Wait for the next requests of its rollouts, or for the scored group.
+
+        Raises GenerationError for a response that holds no completions, RewardError for rollouts that fail, can't be
+        scored, take too long or lose their worker."""
+        outcome = await self._said.get()
+        if isinstance(outcome, ArealError):
+            raise outcome
+        return outcome
 
 
-class GroupRollout:
-    """The rollouts of one group, from their first turns to their scores."""
+class GroupRollout(Saying):
+    """The rollouts of one group, from their first turns to their scores: a `rollouts.Session`."""
 
     def __init__(self, environment: Environment, task: Prompt, config: RunConfig) -> None:
         self._environment = environment
         self._task = task
         self._config = config
-        self._calls = _Calls()
+        super().__init__()
+        self._calls = _Calls(self.say)
         self._policies: list[RecordingPolicy] = []
-        self._rollouts: asyncio.Future[list[Rollout]] | None = None
-        self.failure: str | None = None  # the first of its verifier, as errors.VerifierError says it
+        self._rollouts: asyncio.Task[list[Rollout]] | None = None
+        self._failures: list[str] = []  # of its verifier, as errors.VerifierError says them
 
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        """Resume with completions that have ended: of the group's opening, or of requests that were returned before.
-        Returns the next requests, none where rollouts wait for others of their completions, or the scored group.
-
-        Raises GenerationError for a response that holds no completions, RewardError for rollouts that can't be scored.
-        """
-        completions = join_completions([each.completion for each in arrived])
-        for each in completions:
-            if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
-                raise RewardError(f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens")
-        if self._rollouts is None:
-            self._begin()
-        self._calls.deliver(arrived, completions)
-        assert self._rollouts is not None
-        requested = asyncio.ensure_future(self._calls.requested())
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        """Begin the rollouts, or resume them with completions that have ended: of the group's opening, or of requests
+        that `said` has returned."""
         try:
-            await asyncio.wait((self._rollouts, requested), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            requested.cancel()
-        if self._rollouts.done():
-            return self._scored(await self._rollouts)
-        return self._calls.take_requests()
+            completions = join_completions([each.completion for each in arrived])
+            for each in completions:
+                if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
+                    raise RewardError(
+                        f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens"
+                    )
+        except (GenerationError, RewardError) as error:
+            self.say(error)
+            self.close()
+            return
+        if self._rollouts is None:
+            self._rollouts = self._begin()
+        self._calls.deliver(arrived, completions)
 
     def close(self) -> None:
         """Cancel the rollouts."""
         if self._rollouts is not None:
             self._rollouts.cancel()
 
-    def _begin(self) -> None:
+    def _begin(self) -> asyncio.Task[list[Rollout]]:
         opens, n = self._environment.opens_with_prompt, self._config.algorithm.group_size
         if opens:
             self._calls.open(n)
@@ -80,7 +105,9 @@ class GroupRollout:
             )
             for rollout in range(n)
         ]
-        self._rollouts = asyncio.ensure_future(self._side_by_side())
+        rollouts = asyncio.get_running_loop().create_task(self._side_by_side())
+        rollouts.add_done_callback(self._ended)
+        return rollouts
 
     async def _side_by_side(self) -> list[Rollout]:
         """The rollouts, in their order. The first failure ends them all."""
@@ -92,12 +119,23 @@ class GroupRollout:
                 task.cancel()
 
     async def _rollout(self, policy: RecordingPolicy) -> Rollout:
+        running = _Running(self._failures, self._config.rollout.reward_timeout_s)
+        _current.set(running)  # in the context of this task, and of those that the rollout starts
         try:
-            rollout = await self._environment.rollout(self._task, policy)
+            rollout = await running.limited(self._environment.rollout(self._task, policy))
         except RolloutLimitError:
             reward = self._config.algorithm.reward_incorrect if policy.trajectories() else None
             rollout = Rollout(reward=reward, outcome=Outcome.OVER_LIMIT, truncated=True)
         return policy.finished(rollout)
+
+    def _ended(self, rollouts: asyncio.Task[list[Rollout]]) -> None:
+        try:
+            outcome = replace(self._scored(rollouts.result()), failure=next(iter(self._failures), None))
+        except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
+            outcome = known_error(error)
+            if self._failures and isinstance(outcome, RewardError) and not isinstance(outcome, RewardTimeoutError):
+                outcome = VerifierError(self._failures[0])
+        self.say(outcome)
 
     def _scored(self, rollouts: Sequence[Rollout]) -> ScoredGroup:
         metrics: dict[str, list[float]] = {}
@@ -112,18 +150,83 @@ class GroupRollout:
         )
 
 
+def known_error(error: BaseException) -> ArealError:
+    """The error as every process of a run knows it. One that is not of this package is a bug of the user's."""
+    if isinstance(error, ArealError):  # a class of the user's may not be known elsewhere
+        return error if type(error).__module__ == ArealError.__module__ else RewardError(str(error))
+    return VerifierError(verdicts.explained("the environment", error))
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+class _Running:
+    """A rollout, and the time limit of what it awaits."""
+
+    def __init__(self, failures: list[str], limit_s: float) -> None:
+        self.failures = failures  # of the group
+        self.unlimited = 0  # what it waits for now that has a time limit elsewhere: calls of the policy
+        self._limit_s = limit_s
+        self._scope: asyncio.Timeout | None = None
+
+    async def limited(self, rollout: Coroutine[Any, Any, Rollout]) -> Rollout:
+        """The result of the rollout. Raises RewardTimeoutError where one await takes longer than the limit."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scope = scope
+                return await rollout
+        except TimeoutError as error:
+            if not scope.expired():
+                raise  # the environment's own
+            raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), self._limit_s)) from None
+        finally:
+            self._scope = None
+
+    def start_limit(self) -> None:
+        if self._scope is not None and not self._scope.expired():
+            now = asyncio.get_running_loop().time()
+            self._scope.reschedule(None if self.unlimited or verdicts.judging() else now + self._limit_s)
+
+
+# In the context of a rollout; elsewhere one that nobody looks at.
+_current: ContextVar[_Running] = ContextVar("current", default=_Running([], 0.0))  # noqa: B039
+
+
+def step_ended() -> None:
+    """Start the time limit of what the rollout of this context awaits now."""
+    _current.get().start_limit()
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Within, what the rollout of this context awaits has no time limit here."""
+    running = _current.get()
+    running.unlimited += 1
+    try:
+        yield
+    finally:
+        running.unlimited -= 1
+
+
+def note_failure(failure: str) -> None:
+    """Have the group of this context name a failure of its verifier."""
+    _current.get().failures.append(failure)
+
+
+# -- calls of the policy -----------------------------------------------------------------------------------------------
+
 _Asked = tuple[tuple[int, ...], int, tuple[int, ...]]  # text, limit and stop tokens of a call
 
 
 class _Calls:
     """The calls of a group's rollouts, whose completions come from outside, in whatever order they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Callable[[Requests], None]) -> None:
+        self._request = request
         self._waiting: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by request and index
         self._opening: dict[int, asyncio.Future[Completion]] = {}  # of rollouts that have not called yet
         self._new: dict[_Asked, list[tuple[tuple[int, int], asyncio.Future[Completion]]]] = {}
         self._requests = 0  # so far
-        self._called = asyncio.Event()
         self.sampled_tokens = 0
 
     def open(self, n: int) -> None:
@@ -137,10 +240,13 @@ class _Calls:
         self, rollout: int, call: int, token_ids: tuple[int, ...], max_tokens: int, stop: tuple[int, ...]
     ) -> Completion:
         if (future := self._opening.pop(rollout, None)) is None:
-            future = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            if not self._new:
+                loop.call_soon(self._send)  # after all rollouts that can go on now have called
+            future = loop.create_future()
             self._new.setdefault((token_ids, max_tokens, stop), []).append(((rollout, call), future))
-            self._called.set()
-        return await future
+        with unlimited():
+            return await future
 
     def deliver(self, arrived: Sequence[Arrival], completions: Sequence[Completion]) -> None:
         for one, completion in zip(arrived, completions, strict=True):
@@ -149,18 +255,9 @@ class _Calls:
             if not future.cancelled():  # else the rollout has given the call up
                 future.set_result(completion)
 
-    async def requested(self) -> None:
-        """Wait until rollouts request completions, or have done what they can with those that they have got while
-        others are still to come. Rollouts that call `sample` at the same moment all do so before this resumes: their
-        requests go out together."""
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        if not self._waiting:
-            await self._called.wait()
-
-    def take_requests(self) -> Requests:
+    def _send(self) -> None:
+        """Request completions for the new calls, one request for those of the same text, limit and stop tokens."""
         new, self._new = self._new, {}
-        self._called.clear()
         requests: list[SampleRequest] = []
         for (token_ids, max_tokens, stop), made in new.items():
             calls = [each for each in made if not each[1].cancelled()]
@@ -174,4 +271,5 @@ class _Calls:
                     token_ids=token_ids, calls=tuple(call for call, _ in calls), max_tokens=max_tokens, stop=stop
                 )
             )
-        return tuple(requests)
+        if requests:
+            self._request(tuple(requests))

@@ -53,7 +53,7 @@ def judge(check):
     inner = Judge(CONFIG.environment, check)
 
     async def judged(problem, completions):
-        return [inner(problem, text, truncated=truncated) for text, truncated in completions]
+        return [await inner(problem, text, truncated=truncated) for text, truncated in completions]
 
     return judged
 

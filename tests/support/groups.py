@@ -22,12 +22,17 @@ _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 def score_group(
     config: RunConfig, model_path: str, prompt: Prompt, completions: Sequence[SampledCompletion]
 ) -> ScoredGroup:
-    """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
+    """Score a group that requests no more than its first completions. Raises as `GroupRollout.said`."""
     environment = open_environment(config, _tokenizer(model_path))
     sized = replace(config, algorithm=replace(config.algorithm, group_size=len(completions)))
-    rollout = GroupRollout(environment, prompt, sized)
+
+    async def said() -> object:
+        rollout = GroupRollout(environment, prompt, sized)
+        rollout.deliver([Arrival(0, index, one) for index, one in enumerate(completions)])
+        return await rollout.said()
+
     with asyncio.Runner() as runner:
-        outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
+        outcome = runner.run(said())
     assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"
     return outcome
 

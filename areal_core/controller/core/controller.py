@@ -279,12 +279,11 @@ class RolloutController:
             if group.group_id in self._disowned:
                 self.ledger.settle(group.group_id, rollouts.sampled())
             raise
-        if not rollouts.complete:  # the environment has ended without them
-            sampled, summary = rollouts.sampled(), outcome.summary
-            missed = sampled.tokens - summary.tokens - summary.unused_tokens
-            self.ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
+        sampled, summary = rollouts.sampled(), outcome.summary
+        missed = replace(sampled, tokens=sampled.tokens - summary.tokens - summary.unused_tokens)
+        if missed != Tally():  # the environment has ended without them
+            self.ledger.lose_tokens(group.group_id, missed)
         self._failed_in_a_row = 0
-        summary = outcome.summary
         self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
         if self.config.rollout.dynamic_sampling and len(summary.compared) < 2:
             self._drop_zero_variance(group, summary)

@@ -18,14 +18,19 @@ from areal_core.api.wire import Arrival
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.types import GenerationRequest, SampleRequest, Tally
 
+_Outcome = tuple[SampleRequest, ...] | ScoredGroup
+
 
 class Session(Protocol):
     """The rollouts of one group in its environment."""
 
-    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        """Resume the environment with completions of its requests. Returns its next requests, none where it waits for
-        completions that are still to come, or the scored group. Raises RewardError, and GenerationError for a body that
-        holds no completions; the session is to be closed then."""
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        """Resume the environment with completions of its requests; begin it with those of the opening, if any."""
+        ...
+
+    async def said(self) -> _Outcome:
+        """Wait for the environment's next requests, or for the scored group. Raises RewardError, and GenerationError
+        for a body that holds no completions; the session is to be closed then."""
         ...
 
     def close(self) -> None: ...
@@ -57,6 +62,7 @@ class Rollouts:
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
+        self._saying: asyncio.Task[_Outcome] | None = None  # of the session
         self._costs_workers = False
         self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
         self._changed = asyncio.Event()
@@ -71,21 +77,21 @@ class Rollouts:
         can't be read, and new ones are generated."""
         for part in self._parts:
             self._start(part)
-        begins = not self._opening and self._session is None
+        if not self._opening:
+            self._deliver([])
         while True:
             self._changed.clear()
             self._raise_failures()
-            if (arrived := self._arrived()) or begins:
-                begins = False
-                outcome = await self._advance(arrived)
+            if arrived := self._arrived():
+                self._deliver(arrived)
+            if self._saying is not None and self._saying.done():
+                outcome = await self._said(self._saying)
                 if isinstance(outcome, ScoredGroup):
                     return outcome
                 for asked in outcome:
                     self._request_further(asked)
-            elif any(part.generating is not None for part in self._parts):
+            elif any(part.generating is not None for part in self._parts) or self.complete:
                 await self._changed.wait()
-            elif self.complete:
-                raise RewardError("environment: neither requests completions nor ends, and has all that there are")
             else:
                 return None
 
@@ -138,10 +144,26 @@ class Rollouts:
             for index, completion in part.pending.finished()
         ]
 
-    async def _advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        self._session = self._session or self._begin(self._costs_workers)
+    def _deliver(self, arrived: Sequence[Arrival]) -> None:
+        if self._session is None:
+            self._session = self._begin(self._costs_workers)
+            self._listen(self._session)
+        elif not arrived:
+            return  # it has begun
+        self._session.deliver(arrived)
+
+    def _listen(self, session: Session) -> None:
+        self._saying = asyncio.ensure_future(session.said())
+        self._saying.add_done_callback(self._has_said)
+
+    def _has_said(self, saying: asyncio.Task[Any]) -> None:
+        if not saying.cancelled():
+            saying.exception()  # `scored` raises it, unless it is cancelled meanwhile
+        self._changed.set()
+
+    async def _said(self, saying: asyncio.Task[_Outcome]) -> _Outcome:
         try:
-            return await self._session.advance(arrived)
+            outcome = saying.result()
         except (GenerationError, RewardError) as error:
             self._close_session()
             self._costs_workers |= isinstance(error, RewardTimeoutError | RewardWorkerError)
@@ -158,6 +180,9 @@ class Rollouts:
                 else:
                     part.pending.repeat()
             raise
+        if self._session is not None and not isinstance(outcome, ScoredGroup):
+            self._listen(self._session)
+        return outcome
 
     def _request_further(self, asked: SampleRequest) -> None:
         """Its seed follows from the call: it does not depend on which completion ended first."""
@@ -180,9 +205,10 @@ class Rollouts:
         return part
 
     def _close_session(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self._saying is not None:
+            self._saying.cancel()
             self._session.close()
-            self._session = None
+            self._session = self._saying = None
 
     def _pending(self) -> list[PendingCompletions]:
         return [*self._lost, *(part.pending for part in self._parts)]

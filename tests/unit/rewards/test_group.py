@@ -37,9 +37,15 @@ def advance_all(environment, *turns, n=2, **settings):
 
     async def main():
         rollout = GroupRollout(environment, PROMPT, configured(n, **settings))
-        return [await rollout.advance(turn) for turn in arrived]
+        return [await advance(rollout, *turn) for turn in arrived]
 
     return asyncio.run(main())
+
+
+async def advance(rollout, *arrived):
+    """What it says next, after these completions."""
+    rollout.deliver(arrived)
+    return await rollout.said()
 
 
 def rolled(reward=1.0, **fields):
@@ -151,12 +157,13 @@ def test_a_completion_is_judged_when_it_ends_whatever_the_others_do():
     async def main():
         rollout = GroupRollout(Judging(judged), PROMPT, configured(4))
         for ended in ([2], [0, 3], [1]):
-            outcome = await rollout.advance([Arrival(0, index, served_apart[index]) for index in ended])
-            seen.append((list(judged), outcome if outcome == () else "scored"))
-        return outcome
+            rollout.deliver([Arrival(0, index, served_apart[index]) for index in ended])
+            await asyncio.sleep(0.01)
+            seen.append(list(judged))
+        return await rollout.said()
 
     scored = asyncio.run(main())
-    assert seen == [(["3"], ()), (["3", "1", "4"], ()), (["3", "1", "4", "2"], "scored")]
+    assert seen == [["3"], ["3", "1", "4"], ["3", "1", "4", "2"]]
     payload = unpack_group(scored.payload, scored.summary)
     assert TOKENIZER.decode(payload.tokens.tolist()) == "1234"
     assert (scored.summary.unused_tokens, scored.summary.metrics) == (0, {})
@@ -172,16 +179,32 @@ def test_further_requests_go_out_while_the_first_ones_are_still_generated():
 
     async def main():
         rollout = GroupRollout(Own(twice), PROMPT, configured())
-        requests.extend(await rollout.advance([Arrival(0, 1, served(completion("7"))[0])]))
-        assert await rollout.advance([Arrival(1, 0, served(completion("8"))[0])]) == ()
-        requests.extend(await rollout.advance([Arrival(0, 0, served(completion("9"))[0])]))
-        return await rollout.advance([Arrival(2, 0, served(completion("6"))[0])])
+        requests.extend(await advance(rollout, Arrival(0, 1, served(completion("7"))[0])))
+        rollout.deliver([Arrival(1, 0, served(completion("8"))[0])])
+        requests.extend(await advance(rollout, Arrival(0, 0, served(completion("9"))[0])))
+        return await advance(rollout, Arrival(2, 0, served(completion("6"))[0]))
 
     scored = asyncio.run(main())
     assert [request.calls for request in requests] == [((1, 1),), ((0, 1),)]
     payload = unpack_group(scored.payload, scored.summary)
     tokens = np.split(payload.tokens[payload.loss_mask], [4])
     assert [TOKENIZER.decode(each.tolist()) for each in tokens] == ["96", "78"]
+
+
+def test_a_request_after_an_await_leaves_while_completions_are_still_to_come():
+    async def twice(task, policy):
+        first = await policy.sample(task.token_ids)
+        await asyncio.sleep(0.01)
+        await policy.sample([*task.token_ids, *first.token_ids, 5])
+
+    async def main():
+        async with asyncio.timeout(10):
+            return await advance(
+                GroupRollout(Own(twice), PROMPT, configured()), Arrival(0, 1, served(completion("7"))[0])
+            )
+
+    [request] = asyncio.run(main())
+    assert request.calls == ((1, 1),)
 
 
 def test_an_environment_may_begin_with_a_prompt_of_its_own():
@@ -269,9 +292,9 @@ def test_a_call_that_is_given_up_is_in_no_sequence():
 
     async def main():
         rollout = GroupRollout(Own(hasty), PROMPT, configured(1, advantage="batch"))
-        [request] = await rollout.advance([])
+        [request] = await advance(rollout)
         assert request.calls == ((0, 1),)
-        return await rollout.advance([Arrival(0, 0, served(completion("1"))[0])])
+        return await advance(rollout, Arrival(0, 0, served(completion("1"))[0]))
 
     summary = asyncio.run(main()).summary
     assert (summary.lengths, summary.metrics["rollout/turns"]) == ((2,), (1.0,))
