@@ -69,6 +69,7 @@ class Prompt:
     answer: str  # the gold answer as the verifier wants it
     # All that its source knows of it, in JSON's values: the row of a file, the entry of a data set.
     row: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    task: str = ""  # its name in the mixture, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +192,7 @@ class GroupSummary(PackedGroup):
     unused_tokens: int = 0  # sampled ones that the environment took into no sequence
     # The environment's numbers by curve name, of the rollouts that have them.
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    task: str = ""  # its name in the mixture, if there is one
 
     @property
     def correct(self) -> int:

@@ -118,7 +118,8 @@ async def running(config: RunConfig, engine: Engine, rewards: Rewards) -> AsyncI
             rewards=rewards,
             payloads=payloads,
             ledger=ledger,
-            stop_token_ids=(_answering_servers.END,),
+            stop_token_ids={"": (_answering_servers.END,)},
+            opens_with_prompt={"": True},
         )
         collecting = asyncio.ensure_future(collect_rarely())
         task = asyncio.ensure_future(controller.run())

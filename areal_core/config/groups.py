@@ -75,6 +75,11 @@ class TaskConfig:
     max_prompt_tokens: int = bounded(40, low=1)
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has prompts to train on."""
+        return self.name != "rows" or self.path is not None
+
     def check(self) -> None:
         check_name("task.name", self.name, TASKS)
         if self.name == "reasoning_gym" and not self.dataset:
@@ -107,6 +112,15 @@ class EnvironmentConfig:
     def program_wall_s(self) -> float:
         """Seconds that a program may run: one on a busy core has its CPU time all the same."""
         return 4 * self.program_cpu_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedTask:
+    """One of the tasks that a run trains on in given ratios."""
+
+    ratio: int = bounded(1, low=1, high=1000)  # prompts of it in a block of as many as all ratios add up to
+    task: TaskConfig = field(default_factory=TaskConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,16 @@ logger = logging.getLogger(__name__)
 BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # of the groups of a step's batch
 
 
+def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Curves of a batch that each task of a mixture also has by itself."""
+    judged = sum(group.judged for group in groups)
+    return {
+        "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None) / judged,
+        "reward/correct": sum(group.correct for group in groups) / judged,
+        "completion/tokens_mean": sum(group.tokens for group in groups) / sum(len(group.rewards) for group in groups),
+    }
+
+
 class Recorder:
     """The record of one run. Belongs to the controller's event loop; `clock` is monotonic seconds."""
 
@@ -84,20 +94,22 @@ class Recorder:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
-        rollouts, judged = sum(len(group.rewards) for group in groups), sum(group.judged for group in groups)
+        rollouts = sum(len(group.rewards) for group in groups)
         lag = [step - 1 - group.min_version for group in groups]
         self.log(
             step,
             {
-                "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None)
-                / judged,
-                "reward/correct": sum(group.correct for group in groups) / judged,
+                **_means(groups),
+                **{
+                    f"{key}/{task}": value
+                    for task in {group.task for group in groups} - {""}
+                    for key, value in _means([group for group in groups if group.task == task]).items()
+                },
                 "reward/zero_variance": self._zero_variance(groups),
                 **{
                     f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / rollouts
                     for outcome in Outcome
                 },
-                "completion/tokens_mean": sum(group.tokens for group in groups) / rollouts,
                 "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
                 "completion/truncated": sum(sum(group.truncated) for group in groups) / rollouts,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),

@@ -235,7 +235,8 @@ def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | 
     if message.prompt is None:
         rollout = _suspended.pop(message.group)
     else:
-        rollout = GroupRollout(_environment(config, model_path, message.apart), message.prompt, config)
+        its = config.of(message.prompt.task)
+        rollout = GroupRollout(_environment(its, model_path, message.apart), message.prompt, its)
     _running = rollout
     try:
         outcome = _loop().run_until_complete(rollout.advance(message.completions))
@@ -306,7 +307,7 @@ def _failed(failure: str) -> None:
         _running.failure = failure
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
     verify = Apart(judged_apart, config) if apart else None
     return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)
