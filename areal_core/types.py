@@ -33,7 +33,7 @@ class GroupState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a verifier finds of a completion. The last one is no result: it says nothing about the completion."""
+    """What a verifier finds of a completion. The last two are no result: they say nothing about the completion."""
 
     CORRECT = "correct"
     INCORRECT = "incorrect"
@@ -41,6 +41,7 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
     TIMED_OUT = "timed_out"  # the answer takes the verifier to its limits, or ends its process; in a fresh one, too
     OVER_LIMIT = "over_limit"  # the rollout has no room for another turn, or no turn left
+    CUT = "cut"  # the system has ended the rollout while it waited for the policy: no result
     FAILED = "failed"  # the verifier itself did
 
 
@@ -69,6 +70,7 @@ class Prompt:
     answer: str  # the gold answer as the verifier wants it
     # All that its source knows of it, in JSON's values: the row of a file, the entry of a data set.
     row: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    task: str = ""  # its name in the mixture, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +195,14 @@ class PackedGroup:
     checksums: tuple[int, ...] = ()  # [Q + S] CRC-32 of the parts of its payload (api.scored_groups)
 
     @property
+    def rollout_lengths(self) -> list[int]:
+        """Tokens of each rollout after its prompts, the environment's included. [G]"""
+        lengths = [0] * len(self.rewards)
+        for rollout, length in zip(self.rollout_of, self.lengths, strict=True):
+            lengths[rollout] += length
+        return lengths
+
+    @property
     def compared(self) -> set[float]:
         """The distinct values that advantages compare. A single one teaches nothing."""
         values = [part.value for part in self.returns] if self.returns else self.rewards
@@ -209,6 +219,7 @@ class GroupSummary(PackedGroup):
     unused_tokens: int = 0  # sampled ones that the environment took into no sequence
     # The environment's numbers by curve name, of the rollouts that have them.
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    task: str = ""  # its name in the mixture, if there is one
 
     @property
     def correct(self) -> int:

@@ -134,7 +134,7 @@ async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
         inner.save(f"{folder}/tokenizer.json")
         rewards = open_rewards(config, folder, workers=2)
         try:
-            collector = Collector(benchmark, records, tokenizer, rewards, stop_token_ids=())
+            collector = Collector(benchmark, records, tokenizer, rewards, stop_token_ids={"": ()})
             await collector.work(server, at_once)
         finally:
             await rewards.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_judge
 from areal_core.environments.source import open_source
@@ -45,10 +47,12 @@ class Scorer:
         self._engine.swap(self._engine.prepare(arrays), version.version)
         completions = self._engine.generate(self._requests)
         verdicts = [
-            self._judge(
-                prompt,
-                self._tokenizer.decode(completion.token_ids.tolist()),
-                truncated=completion.finish_reason == "length",
+            asyncio.run(
+                self._judge(
+                    prompt,
+                    self._tokenizer.decode(completion.token_ids.tolist()),
+                    truncated=completion.finish_reason == "length",
+                )
             )
             for prompt, (completion,) in zip(self._prompts, completions, strict=True)
         ]

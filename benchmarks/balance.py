@@ -236,7 +236,8 @@ async def roll_out(seed: int, groups: int) -> Record:
         rewards=Rewards(config, record),
         payloads=Payloads(),
         ledger=ledger,
-        stop_token_ids=(END,),
+        stop_token_ids={"": (END,)},
+        opens_with_prompt={"": True},
     )
     servers.freed = controller.freed.notify
     servers.registry.subscribe(lambda *_: controller.notify())

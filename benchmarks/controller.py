@@ -62,7 +62,7 @@ from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.remote import ANSWER_BYTES
-from areal_core.rewards.worker import advance
+from areal_core.rewards.worker import open_group
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
@@ -118,7 +118,8 @@ async def running(config: RunConfig, engine: Engine, rewards: Rewards) -> AsyncI
             rewards=rewards,
             payloads=payloads,
             ledger=ledger,
-            stop_token_ids=(_answering_servers.END,),
+            stop_token_ids={"": (_answering_servers.END,)},
+            opens_with_prompt={"": True},
         )
         collecting = asyncio.ensure_future(collect_rarely())
         task = asyncio.ensure_future(controller.run())
@@ -202,10 +203,16 @@ class _Session:
     def __init__(self, scored: ScoredGroup) -> None:
         self._missing = GROUP
         self._scored = scored
+        self._complete = asyncio.Event()
 
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
         self._missing -= len(arrived)
-        return () if self._missing else self._scored
+        if not self._missing:
+            self._complete.set()
+
+    async def said(self) -> Requests | ScoredGroup:
+        await self._complete.wait()
+        return self._scored
 
     def close(self) -> None: ...
 
@@ -297,7 +304,7 @@ async def over_http(batches: int, *, remote: bool = False) -> dict[str, Any]:
     config = configured(steps=batches, batch=BATCH, eta=batches)
     with answering(servers=1, hold=False) as (urls, _), tempfile.TemporaryDirectory() as scratch:
         model = write_tiny(Path(scratch) / "model")
-        function = functools.partial(advance, config, str(model))
+        function = functools.partial(open_group, config, str(model))
         workers = RewardPool(0 if remote else 1, 600.0, function=function)
         async with _host(workers, config, model) if remote else nullcontext(workers.pids()) as pids:
             for pid in pids:

@@ -32,9 +32,10 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 ConfigStore.instance().store(name="schema", node=dataclasses.asdict(RunConfig()))
 
 
-def _required(name: str) -> NoReturn:
+def _required(_: str, *, _node_: Any) -> NoReturn:
     """`${required:model.path}` in a file of `conf/`: a value that only the user can know. (`???` would be taken from
     the schema's default.)"""
+    name = _node_._get_full_key(None)  # of a mixture: tasks.NAME.task.path
     raise ConfigError(f"{name}: must be given, as {name}=VALUE")
 
 
@@ -104,7 +105,9 @@ def _checked(override: str) -> str:
     name = parsed.key_or_group
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: must be one value, got {parsed.get_value_string()!r}")
-    if parsed.type is not OverrideType.CHANGE:
+    if parsed.type is OverrideType.ADD and name.startswith("tasks."):
+        override = override.removeprefix("+")
+    elif parsed.type is not OverrideType.CHANGE:
         raise ConfigError(f"overrides: {override!r} must be of the form field=value; fields can't be added or removed")
     if name == "experiment":
         raise ConfigError("experiment: is chosen by its own parameter, not by an override")

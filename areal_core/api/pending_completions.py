@@ -71,6 +71,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 class _Completion:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
     tokens: Int32Array = field(default_factory=lambda: _NO_TOKENS)  # of a completion that is not finished
+    sampled: int = 0  # tokens of all segments
     finished: bool = False
     finish_reason: str | None = None  # where it isn't what the last segment says
 
@@ -122,6 +123,10 @@ class PendingCompletions:
         self.begun = False
         self._refused, self._kept = self._refused + self._kept, Tally()
 
+    def lengths(self) -> list[int]:
+        """Tokens of each completion so far."""
+        return [completion.sampled for completion in self._completions]
+
     def unfinished(self) -> list[int]:
         """Indices of the completions that a server has to continue."""
         return [index for index, completion in enumerate(self._completions) if not completion.finished]
@@ -161,6 +166,7 @@ class PendingCompletions:
 
     def _add(self, index: int, segment: BodyPart, choice: ReceivedChoice) -> None:
         completion, request = self._completions[index], self.request
+        completion.sampled += choice.tokens
         if choice.tokens:
             completion.segments.append(segment)
         if choice.token_ids is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,14 +19,23 @@ from areal_core.api.wire import Arrival
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.types import GenerationRequest, SampleRequest, Tally
 
+_Outcome = tuple[SampleRequest, ...] | ScoredGroup
+
 
 class Session(Protocol):
     """The rollouts of one group in its environment."""
 
-    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        """Resume the environment with completions of its requests. Returns its next requests, none where it waits for
-        completions that are still to come, or the scored group. Raises RewardError, and GenerationError for a body that
-        holds no completions; the session is to be closed then."""
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        """Resume the environment with completions of its requests; begin it with those of the opening, if any."""
+        ...
+
+    async def said(self) -> _Outcome:
+        """Wait for the environment's next requests, or for the scored group. Raises RewardError, and GenerationError
+        for a body that holds no completions; the session is to be closed then."""
+        ...
+
+    def cut(self) -> None:
+        """Have rollouts end that have not ended: without a result where they wait for the policy, else incorrect."""
         ...
 
     def close(self) -> None: ...
@@ -36,6 +46,7 @@ class _Part:
     """What is generated for one request."""
 
     pending: PendingCompletions
+    rollouts: tuple[int, ...]  # of each completion
     generating: asyncio.Task[None] | None = None  # until it was looked at once it is done
 
 
@@ -48,19 +59,24 @@ class Rollouts:
         opens: bool,
         generate: Callable[[PendingCompletions], Coroutine[Any, Any, None]],
         begin: Callable[[bool], Session],
+        deadline_s: float | None = None,
     ) -> None:
         """`request`: the first turns of all rollouts, if the environment `opens` with the prompt; other requests differ
         from it in text, limit and seed. `generate` finishes pending completions, or raises GenerationError, or leaves
         some unfinished as the run ends; when cancelled, they hold all that was sampled. `begin` opens a session; it is
-        told whether a verdict of the group has cost a worker its process."""
+        told whether a verdict of the group has cost a worker its process. `deadline_s`: of a try, after which rollouts
+        that have not ended are cut."""
         self._request = request
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
+        self._saying: asyncio.Task[_Outcome] | None = None  # of the session
         self._costs_workers = False
         self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
         self._changed = asyncio.Event()
-        self._opening = [self._part(request)] if opens else []
+        self._deadline_s = deadline_s
+        self._deadline: float | None = None  # of this try, in the time of the event loop
+        self._opening = [self._part(request, range(request.n))] if opens else []
         self._parts = self._opening[:]
 
     async def scored(self) -> ScoredGroup | None:
@@ -71,21 +87,27 @@ class Rollouts:
         can't be read, and new ones are generated."""
         for part in self._parts:
             self._start(part)
-        begins = not self._opening and self._session is None
+        if self._session is None and self._deadline_s is not None:
+            self._deadline = asyncio.get_running_loop().time() + self._deadline_s
+        if not self._opening:
+            self._deliver([])
         while True:
             self._changed.clear()
             self._raise_failures()
-            if (arrived := self._arrived()) or begins:
-                begins = False
-                outcome = await self._advance(arrived)
+            if arrived := self._arrived():
+                self._deliver(arrived)
+            if self._saying is not None and self._saying.done():
+                outcome = await self._said(self._saying)
                 if isinstance(outcome, ScoredGroup):
                     return outcome
                 for asked in outcome:
                     self._request_further(asked)
-            elif any(part.generating is not None for part in self._parts):
-                await self._changed.wait()
-            elif self.complete:
-                raise RewardError("environment: neither requests completions nor ends, and has all that there are")
+            elif any(part.generating is not None for part in self._parts) or self.complete:
+                try:
+                    async with asyncio.timeout_at(self._deadline):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._cut()
             else:
                 return None
 
@@ -138,10 +160,44 @@ class Rollouts:
             for index, completion in part.pending.finished()
         ]
 
-    async def _advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        self._session = self._session or self._begin(self._costs_workers)
+    def _cut(self) -> None:
+        self._deadline = None
+        if self._session is None:
+            self._deliver([])
+        assert self._session is not None
+        self._session.cut()
+
+    def lengths(self, *, cut: bool = False) -> list[int]:
+        """Tokens that were sampled for each rollout; `cut`: for those alone that wait for completions."""
+        tokens: Counter[int] = Counter(range(self._request.n))
+        tokens.subtract(range(self._request.n))
+        waiting: set[int] = set()
+        for part in self._parts:
+            for rollout, length in zip(part.rollouts, part.pending.lengths(), strict=True):
+                tokens[rollout] += length
+            waiting |= {part.rollouts[index] for index in part.pending.unfinished()}
+        return [tokens[rollout] for rollout in sorted(tokens) if rollout in waiting or not cut]
+
+    def _deliver(self, arrived: Sequence[Arrival]) -> None:
+        if self._session is None:
+            self._session = self._begin(self._costs_workers)
+            self._listen(self._session)
+        elif not arrived:
+            return  # it has begun
+        self._session.deliver(arrived)
+
+    def _listen(self, session: Session) -> None:
+        self._saying = asyncio.ensure_future(session.said())
+        self._saying.add_done_callback(self._has_said)
+
+    def _has_said(self, saying: asyncio.Task[Any]) -> None:
+        if not saying.cancelled():
+            saying.exception()  # `scored` raises it, unless it is cancelled meanwhile
+        self._changed.set()
+
+    async def _said(self, saying: asyncio.Task[_Outcome]) -> _Outcome:
         try:
-            return await self._session.advance(arrived)
+            outcome = saying.result()
         except (GenerationError, RewardError) as error:
             self._close_session()
             self._costs_workers |= isinstance(error, RewardTimeoutError | RewardWorkerError)
@@ -158,6 +214,9 @@ class Rollouts:
                 else:
                     part.pending.repeat()
             raise
+        if self._session is not None and not isinstance(outcome, ScoredGroup):
+            self._listen(self._session)
+        return outcome
 
     def _request_further(self, asked: SampleRequest) -> None:
         """Its seed follows from the call: it does not depend on which completion ended first."""
@@ -171,18 +230,19 @@ class Rollouts:
             seed=seed,
             stop_token_ids=(*self._request.stop_token_ids, *asked.stop),
         )
-        self._parts.append(part := self._part(request))
+        self._parts.append(part := self._part(request, [rollout for rollout, _ in asked.calls]))
         self._start(part)
 
-    def _part(self, request: GenerationRequest) -> _Part:
-        part = _Part(PendingCompletions(request))
+    def _part(self, request: GenerationRequest, rollouts: Iterable[int]) -> _Part:
+        part = _Part(PendingCompletions(request), tuple(rollouts))
         part.pending.notify = self._changed.set
         return part
 
     def _close_session(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self._saying is not None:
+            self._saying.cancel()
             self._session.close()
-            self._session = None
+            self._session = self._saying = None
 
     def _pending(self) -> list[PendingCompletions]:
         return [*self._lost, *(part.pending for part in self._parts)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from areal_core.config import algorithm
 from areal_core.config.engines import TRAINING_ENGINES, TrainingTraits, known_generation, names
-from areal_core.config.fields import check_length, require
+from areal_core.config.fields import check_length, of_task, require
 from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
@@ -21,11 +21,18 @@ _NAME_BYTES = 100  # a run's id has more: mode, date and a part that makes it un
 
 def check(config: RunConfig) -> None:
     check_length("name", config.name, _NAME_BYTES)
+    algorithm.check(config.algorithm, max_new_tokens=config.max_new_tokens)
+    for name, its in config.by_task.items():
+        with of_task(name):
+            _check(its)
+
+
+def _check(config: RunConfig) -> None:
+    """Check a run of one task."""
     _check_batch(config)
     _check_lengths(config)
     _check_task(config)
     _check_programs(config)
-    algorithm.check(config.algorithm, max_new_tokens=config.task.max_new_tokens)
     _check_engines(config)
     _check_lora(config)
     _check_mode(config)
@@ -50,7 +57,7 @@ def _check_batch(config: RunConfig) -> None:
 
 
 def _check_lengths(config: RunConfig) -> None:
-    tokens, held = config.task.max_prompt_tokens + config.task.max_new_tokens, config.training.microbatch_tokens
+    tokens, held = config.context, config.training.microbatch_tokens
     if tokens > config.model.context:
         raise ConfigError(
             f"task.max_prompt_tokens: prompt and completion need {tokens} tokens (max_prompt_tokens + max_new_tokens), "

@@ -10,7 +10,8 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _NAME_BYTES = 160  # file systems take 255; files beside it have longer names
 _LARGEST = 2**31 - 1  # of whole numbers without a bound of their own
 LARGEST_SEED = 2**63 - 1
+# Where a message names a field of a task: it begins with it, or holds it with a value.
+_OF_TASK = re.compile(r"^(?=(?:task|environment)[.:])|(?<![\w./-])(?=(?:task|environment)\.[\w.]+=)")
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -50,13 +53,22 @@ def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> 
     return merged
 
 
+@contextmanager
+def of_task(name: str) -> Generator[None]:
+    """Within, errors that name fields of a task name those of the mixture's task `name`, unless it is empty."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(_OF_TASK.sub(f"tasks.{name}.", str(error))) from error
+
+
 def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
     """An instance of the dataclass `schema`, and of those in its fields. Raises ConfigError for unknown fields, wrong
     types, values out of bounds, and what the `check` of a dataclass raises; `prefix` is that of the names in `values`.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.') or 'configuration'}: expected a group of fields, got {values!r}")
-    given = typing.cast(Mapping[str, Any], values)
+    given = _group(values, prefix)
     hints = typing.get_type_hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in given:
@@ -69,12 +81,32 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
         name = prefix + key
         if dataclasses.is_dataclass(hints[key]):
             built[key] = build(typing.cast(type[Any], hints[key]), value, name + ".")
+        elif typing.get_origin(hints[key]) is dict:
+            built[key] = _tasks(typing.get_args(hints[key])[1], value, name + ".")
         else:
             built[key] = _check(name, _coerce(name, value, hints[key]), fields[key].metadata)
     instance = schema(**built)
     if check := getattr(instance, "check", None):
         check()
     return instance
+
+
+def _group(values: Any, prefix: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.') or 'configuration'}: expected a group of fields, got {values!r}")
+    return typing.cast(Mapping[str, Any], values)
+
+
+def _tasks(schema: type[Any], values: Any, prefix: str) -> dict[str, Any]:
+    """The tasks of a mixture, by name."""
+    built: dict[str, Any] = {}
+    for key, value in _group(values, prefix).items():
+        name = f"{prefix}{key}"
+        require(str(key).isidentifier(), name, "named by letters, digits and underscores, not a digit first", key)
+        require(value, name, f"a group of fields with a task, as in {name}.task.name=arithmetic", value)
+        with of_task(key):
+            built[str(key)] = build(schema, value, name + ".")
+    return built
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:

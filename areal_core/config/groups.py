@@ -75,6 +75,11 @@ class TaskConfig:
     max_prompt_tokens: int = bounded(40, low=1)
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has prompts to train on."""
+        return self.name != "rows" or self.path is not None
+
     def check(self) -> None:
         check_name("task.name", self.name, TASKS)
         if self.name == "reasoning_gym" and not self.dataset:
@@ -84,11 +89,35 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A language model as verifier, where environment.verifier is judge. Limits are those of each reward worker."""
+
+    url: str | None = None  # of a server with OpenAI's routes: https://api.openai.com/v1
+    model: str = ""
+    key_variable: str = "AREAL_JUDGE_KEY"  # environment variable that holds the key, if the server wants one
+    prompt: str = (  # Jinja over task, row, answer (the gold answer) and completion
+        "Question:\n{{ task.text }}\n\nReference answer:\n{{ answer }}\n\nAnswer to be judged:\n{{ completion }}\n\n"
+        "Reply with a number from 0 (wrong) to 1 (right), and nothing else."
+    )
+    max_tokens: int = bounded(16, low=1)  # of its reply, whose last number from 0 to 1 is the score
+    at_once: int = bounded(16, low=1)  # requests
+    requests_per_s: float | None = bounded(None, above=0.0)  # None: no limit
+    tries: int = bounded(4, low=1)
+    timeout_s: float = bounded(60.0, above=0.0)  # of a verdict, over all tries
+    dollars_per_million_read: float = bounded(0.0, low=0.0)  # tokens, for the curve of the cost
+    dollars_per_million_written: float = bounded(0.0, low=0.0)
+
+    def check(self) -> None:
+        refuse_credentials("environment.judge.url", self.url, self.key_variable)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     """What happens between a prompt and its rewards. Names are registered ones or import paths, package.module:name."""
 
     name: str = "single_turn"  # single_turn, two_turn, or an import path
-    verifier: str | None = None  # exact_match, mathematics, code, or an import path; None: the one of task.name
+    verifier: str | None = None  # exact_match, mathematics, code, judge, or an import path; None: the one of task.name
+    rewards: str = ""  # more reward functions with their coefficients: package.module:name=0.5, with commas between
     max_no_result: float = bounded(0.2, low=0.0, high=1.0)  # of the rollouts of 32 groups: the run ends above it
     verify_truncated: bool = False  # completions that ran into the length limit; else they are wrong unseen
     retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong
@@ -97,6 +126,7 @@ class EnvironmentConfig:
     program_cpu_s: float = bounded(10.0, low=0.5, high=3600.0)  # code: of one program, over all of its tests
     program_memory_mib: int = bounded(1024, low=64, high=2**20)  # code: of a program; its processes may share it
     program_processes: int = bounded(8, low=1, high=4096)  # code: of a program at a time, threads included
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     @property
     def judged_by(self) -> str:
@@ -107,6 +137,15 @@ class EnvironmentConfig:
     def program_wall_s(self) -> float:
         """Seconds that a program may run: one on a busy core has its CPU time all the same."""
         return 4 * self.program_cpu_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedTask:
+    """One of the tasks that a run trains on in given ratios."""
+
+    ratio: int = bounded(1, low=1, high=1000)  # prompts of it in a block of as many as all ratios add up to
+    task: TaskConfig = field(default_factory=TaskConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +207,7 @@ class RolloutConfig:
     max_requeues: int = bounded(2, low=0)  # times that a prompt dropped as stale is queued again
     request_timeout_s: float = bounded(120.0, above=0.0)
     reward_timeout_s: float = bounded(20.0, above=0.0)
+    deadline_s: float | None = bounded(None, above=0.0)  # of a rollout, since its group began; None: none
     reward_workers: int = bounded(1, low=1)
     retain: str = choice("uncommitted", "uncommitted", "all")  # payloads kept after a committed checkpoint
 

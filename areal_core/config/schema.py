@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from areal_core.config.groups import (
     GenerationConfig,
     HealthConfig,
     LaunchConfig,
+    MixedTask,
     ModelConfig,
     ProvisionConfig,
     RolloutConfig,
@@ -58,6 +59,8 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    # A mixture, by names: then `task` only says what the embedded model is warmed up on, and `environment` nothing.
+    tasks: dict[str, MixedTask] = field(default_factory=dict[str, MixedTask], hash=False)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -77,6 +80,32 @@ class RunConfig:
         """What runs of this configuration are called, the mode included."""
         prefix = "emulated-" if self.emulated and not self.name.startswith("emulated") else ""
         return f"{prefix}{self.name}-{self.mode}"
+
+    def of(self, name: str) -> RunConfig:
+        """The configuration of one task of the mixture; "" is the name of the only task of any other run."""
+        if not name:
+            return self
+        return replace(self, task=self.tasks[name].task, environment=self.tasks[name].environment, tasks={})
+
+    @property
+    def by_task(self) -> dict[str, RunConfig]:
+        """The configurations of all tasks, by name. Their order does not depend on that of the mixture's entries."""
+        return {name: self.of(name) for name in sorted(self.tasks) or [""]}
+
+    @property
+    def task_label(self) -> str:
+        """What people call the task, or the tasks of the mixture."""
+        return ", ".join(self.tasks) or self.task.path or self.task.dataset or self.task.name
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of a trajectory after its prompt, at most: the largest of all tasks."""
+        return max(its.task.max_new_tokens for its in self.by_task.values())
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its trajectory, at most: the largest of all tasks."""
+        return max(its.task.max_prompt_tokens + its.task.max_new_tokens for its in self.by_task.values())
 
     @property
     def max_staleness(self) -> int:

@@ -50,7 +50,7 @@ def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> 
 def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None = None) -> str:
     """Markdown, with the head that the Hub reads; of the final version, or of the `best` one."""
     base = config.model.path or "the embedded model, made by a supervised warm-up"
-    its, task = summary, config.task.path or config.task.dataset or config.task.name
+    its = summary
     scores = "Its versions were not scored."
     if its.accuracy_before is not None and its.accuracy_after is not None:
         scores = f"Held-out accuracy: {its.accuracy_before:.3f} before the training, {its.accuracy_after:.3f} after it."
@@ -65,7 +65,8 @@ def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None =
         f"# {its.run_id}",
         "",
         f"Trained from {base} by reinforcement learning with AReaL, mode {its.mode}: {its.steps} steps "
-        f"of {config.rollout.batch_size} completions of `{task}`, seed {its.seed}, {its.tokens.consumed:,} tokens.",
+        f"of {config.rollout.batch_size} completions of `{config.task_label}`, seed {its.seed}, "
+        f"{its.tokens.consumed:,} tokens.",
         "",
         scores,
         "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from areal_core.api.wire import ServerLoad
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
-from areal_core.controller.core.ledger import TrajectoryLedger
+from areal_core.controller.core.ledger import TrajectoryLedger, length_step
 from areal_core.controller.core.tables import Ending
 from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
@@ -29,6 +29,22 @@ from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow,
 logger = logging.getLogger(__name__)
 
 BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # of the groups of a step's batch
+
+
+def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Curves of a batch that each task of a mixture also has by itself."""
+    judged = sum(group.judged for group in groups)
+    return {
+        "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None) / judged,
+        "reward/correct": sum(group.correct for group in groups) / judged,
+        "completion/tokens_mean": sum(group.tokens for group in groups) / sum(len(group.rewards) for group in groups),
+    }
+
+
+def _length_shares(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """The share of a batch's rollouts by length, in the steps in which the ledger counts those that were cut."""
+    counts = Counter(length_step(length) for group in groups for length in group.rollout_lengths)
+    return {f"length/{step}": count / counts.total() for step, count in counts.items()}
 
 
 class Recorder:
@@ -84,20 +100,23 @@ class Recorder:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
-        rollouts, judged = sum(len(group.rewards) for group in groups), sum(group.judged for group in groups)
+        rollouts = sum(len(group.rewards) for group in groups)
         lag = [step - 1 - group.min_version for group in groups]
         self.log(
             step,
             {
-                "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None)
-                / judged,
-                "reward/correct": sum(group.correct for group in groups) / judged,
+                **_means(groups),
+                **{
+                    f"{key}/{task}": value
+                    for task in {group.task for group in groups} - {""}
+                    for key, value in _means([group for group in groups if group.task == task]).items()
+                },
                 "reward/zero_variance": self._zero_variance(groups),
                 **{
                     f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / rollouts
                     for outcome in Outcome
                 },
-                "completion/tokens_mean": sum(group.tokens for group in groups) / rollouts,
+                **_length_shares(groups),
                 "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
                 "completion/truncated": sum(sum(group.truncated) for group in groups) / rollouts,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
@@ -157,6 +176,7 @@ class Recorder:
             "rollout/servers": len(loads),
             "rollout/dropped_groups": sum(dropped.values()),
             "rollout/zero_variance_groups": dropped.get("zero_variance", 0),
+            **{f"cut/{name}": count for name, count in self._ledger.cut().items()},
             **{
                 f"rollout/{kind.drop_reason}_groups": dropped.get(kind.drop_reason, 0)
                 for kind in (RewardError, RewardTimeoutError, RewardWorkerError)

@@ -35,10 +35,9 @@ from areal_core.controller.retention import EvaluationSchedule, Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import check_digests
-from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.dialogue import stops_by_task
 from areal_core.environments.registry import environment_class
-from areal_core.environments.row_source import RowSource
-from areal_core.environments.source import PromptSource, digests, open_source
+from areal_core.environments.source import PromptSource, dataset_report, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.tokenizer import Tokenizer
@@ -75,9 +74,10 @@ class Service:
         if run.superseded.exists():
             self.ledger.notes.reopen()
             run.superseded.unlink()
-        environment = environment_class(self.config)
-        most_tokens = environment.max_turns * self.config.task.max_new_tokens  # of a rollout
-        self.ledger.resume(self.config.algorithm.group_size * most_tokens)
+        by_task = self.config.by_task
+        environments = {name: environment_class(its) for name, its in by_task.items()}
+        most_tokens = max(environments[name].max_turns * its.task.max_new_tokens for name, its in by_task.items())
+        self.ledger.resume(self.config.algorithm.group_size * most_tokens)  # `most_tokens` of a rollout
         self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
@@ -85,8 +85,8 @@ class Service:
         self.tokenizer = Tokenizer.from_folder(self.info.model_path)
         self.source: PromptSource = open_source(self.config, self.tokenizer)
         check_digests(self.info.prompts, digests(self.source))
-        if isinstance(self.source, RowSource):
-            self.recorder.document("dataset_report", 0, dataclasses.asdict(self.source.report))
+        if report := dataset_report(self.source):
+            self.recorder.document("dataset_report", 0, report)
         self.rewards = open_rewards(
             self.config,
             self.info.model_path,
@@ -109,8 +109,8 @@ class Service:
             rewards=self.rewards,
             payloads=self.payloads,
             ledger=self.ledger,
-            stop_token_ids=Dialogue(self.config.task.chat, self.tokenizer).stop_token_ids(self.info.model_path),
-            opens_with_prompt=environment.opens_with_prompt,
+            stop_token_ids=stops_by_task(self.config, self.tokenizer, self.info.model_path),
+            opens_with_prompt={name: environment.opens_with_prompt for name, environment in environments.items()},
         )
         self.servers.registry.subscribe(self._server_changed)
         self.servers.freed = self.controller.freed.notify

@@ -25,7 +25,7 @@ class Calculator(Environment):
             turn = await policy.sample(text, stop=self._equals)
             step = _STEP.search(self.context.tokenizer.decode(turn.token_ids.tolist()))
             if step is None:
-                return self.context.scored(self.context.judge(task, turn), calls=calls)
+                return self.context.scored(await self.context.judge(task, turn), calls=calls)
             left, sign, right = int(step[1]), step[2], int(step[3])
             result = {"+": left + right, "-": left - right, "*": left * right}[sign] % 10
             text += [*turn.token_ids.tolist(), *self.context.tokenizer.encode(str(result))]

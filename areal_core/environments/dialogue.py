@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_core.config.groups import ChatConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import ChatTemplate, Message, Tokenizer
@@ -72,6 +73,12 @@ class Dialogue:
     def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
         opened = messages[-1]["role"] == "user"
         return template.render(messages, generation_prompt=opened, thinking=self._chat.thinking)
+
+
+def stops_by_task(config: RunConfig, tokenizer: Tokenizer, folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """The tokens that end a completion, by the names of the run's tasks. Raises ModelError for those that can't be
+    read."""
+    return {name: Dialogue(its.task.chat, tokenizer).stop_token_ids(folder) for name, its in config.by_task.items()}
 
 
 def as_text(asked: Asked) -> str:

@@ -13,8 +13,8 @@ Two environments are here: one completion a rollout, and a second try after an i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
@@ -75,8 +75,17 @@ class Environment(ABC):
     max_turns: ClassVar[int] = 16
     """Calls of `Policy.sample` of one rollout, beyond which it is over its limit."""
 
+    at_once: ClassVar[int | None] = None
+    """Rollouts that one worker runs at the same time, the others waiting for their turn; None: all."""
+
     def __init__(self, context: EnvContext) -> None:
         self.context = context
+
+    async def setup(self) -> None:  # noqa: B027 - most have nothing to set up
+        """Called in every worker before its first rollout."""
+
+    async def teardown(self) -> None:  # noqa: B027
+        """Called as a worker of the controller's machine ends in order. One that is killed does not call it."""
 
     @abstractmethod
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
@@ -93,15 +102,26 @@ class EnvContext:
     tokenizer: Tokenizer
     dialogue: Dialogue
     verify: Verifier
+    parts: Mapping[str, tuple[float, Verifier]] = field(default_factory=dict[str, tuple[float, Verifier]])
+    # more reward functions of environment.rewards, by name, with their coefficients
     on_failure: Callable[[str], None] = lambda failure: None  # told what a verifier has failed with
 
-    def judge(self, task: Prompt, completion: Completion) -> Verdict:
-        """The verdict on a completion. One that ran into the length limit is wrong, and is not verified unless
-        environment.verify_truncated says so. A verifier that fails has no result. Raises RewardError where the
-        verifier does."""
-        text = self.tokenizer.decode(completion.token_ids.tolist())
-        judge = Judge(self.environment, self.verify)
-        verdict = judge(task, text, truncated=completion.finish_reason == "length")
+    async def judge(self, task: Prompt, completion: Completion) -> Verdict:
+        """The verdict on a completion, with the bonus that environment.rewards gives. One that ran into the length
+        limit is wrong, and is not verified unless environment.verify_truncated says so. A verifier or reward function
+        that fails has no result. Raises RewardError where it does."""
+        text, truncated = self.tokenizer.decode(completion.token_ids.tolist()), completion.finish_reason == "length"
+        verdict = await Judge(self.environment, self.verify)(task, text, truncated=truncated)
+        for name, (coefficient, function) in self.parts.items():
+            if verdict.score is None:
+                break
+            judge = Judge(self.environment, function, f"environment.rewards {name}")
+            part = await judge(task, text, truncated=truncated)
+            if part.score is None:
+                verdict = part
+            else:
+                metrics = {**verdict.metrics, **part.metrics, f"reward_part/{name}": part.score}
+                verdict = replace(verdict, bonus=verdict.bonus + coefficient * part.score, metrics=metrics)
         if verdict.failure is not None:
             self.on_failure(verdict.failure)
         return verdict
@@ -110,16 +130,14 @@ class EnvContext:
         """A rollout with the reward for this verdict and all sequences that were recorded. `metrics` become curves
         under environment/."""
         return Rollout(
-            reward=self.reward(verdict.score),
+            reward=None if verdict.score is None else self.reward(verdict.score) + verdict.bonus,
             outcome=verdict.outcome,
             answer=verdict.answer,
-            metrics={f"environment/{name}": value for name, value in metrics.items()},
+            metrics={**verdict.metrics, **{f"environment/{name}": value for name, value in metrics.items()}},
         )
 
-    def reward(self, score: float | None) -> float | None:
-        """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1; none for none."""
-        if score is None:
-            return None
+    def reward(self, score: float) -> float:
+        """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1."""
         wrong, right = self.algorithm.reward_incorrect, self.algorithm.reward_correct
         return wrong + score * (right - wrong)
 
@@ -133,7 +151,7 @@ class SingleTurn(Environment):
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         completion = await policy.sample(task.token_ids)
-        return self.context.scored(self.context.judge(task, completion))
+        return self.context.scored(await self.context.judge(task, completion))
 
 
 class TwoTurn(Environment):
@@ -153,15 +171,15 @@ class TwoTurn(Environment):
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         first = await policy.sample(task.token_ids)
-        verdict = self.context.judge(task, first)
+        verdict = await self.context.judge(task, first)
         if verdict.outcome is Outcome.CORRECT or verdict.score is None:
             return self.context.scored(verdict)
         message = self.context.dialogue.message(self._message, first.token_ids.tolist())
         text = (*task.token_ids, *first.token_ids.tolist(), *message)
         if policy.room(text) < 1:
             return self.context.scored(verdict)
-        again = self.context.judge(task, await policy.sample(text))
+        again = await self.context.judge(task, await policy.sample(text))
         if again.score is not None:
             score = max(verdict.score, self.context.environment.retry_score * again.score)
-            again = Verdict(again.outcome, score, again.answer)
+            again = replace(again, score=score)
         return self.context.scored(again)

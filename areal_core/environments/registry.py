@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 from areal_core.config.groups import TASKS
@@ -12,6 +13,7 @@ from areal_core.environments import confinement
 from areal_core.environments.calculator import Calculator
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext, Environment, SingleTurn, TwoTurn, Verdict, Verifier
+from areal_core.environments.judge import LanguageModelJudge
 from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
@@ -56,6 +58,7 @@ def _confined(environment: EnvironmentConfig) -> Verifier:
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
     "code": Programs,
+    "judge": LanguageModelJudge,
     "reasoning_gym": _confined,
     "reasoning_gym_share": _confined,
 }
@@ -89,12 +92,31 @@ def open_environment(
         tokenizer=tokenizer,
         dialogue=Dialogue(config.task.chat, tokenizer),
         verify=verify or open_verifier(config.environment, config.task),
+        parts=_parts(config.environment),
         on_failure=on_failure,
     )
     try:
         return make(context)
     except ModelError as error:
         raise ConfigError(f"environment: {error}") from error
+
+
+def _parts(environment: EnvironmentConfig) -> dict[str, tuple[float, Verifier]]:
+    """The functions of environment.rewards, by what stands behind the colon. Raises ConfigError."""
+    parts: dict[str, tuple[float, Verifier]] = {}
+    for part in filter(None, map(str.strip, environment.rewards.split(","))):
+        path, _, number = part.partition("=")
+        name = path.strip().rpartition(":")[2]
+        try:
+            coefficient = float(number)
+        except ValueError:
+            coefficient = math.nan
+        if not math.isfinite(coefficient) or name in parts:
+            raise ConfigError(
+                f"environment.rewards: must be package.module:name=coefficient, each name once, got {part!r}"
+            )
+        parts[name] = coefficient, find("environment.rewards", path.strip(), VERIFIERS)
+    return parts
 
 
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:

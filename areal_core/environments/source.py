@@ -1,10 +1,14 @@
-"""Prompt sources: the training prompts and the held-out ones of a task."""
+"""Prompt sources: the training prompts and the held-out ones of a task, or of several tasks mixed in given ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
+from areal_core.config.fields import of_task
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import ArithmeticSource
@@ -26,14 +30,61 @@ class PromptSource(Protocol):
         ...
 
 
+class MixedSource:
+    """Prompts of several tasks in blocks. A block holds `ratio` prompts of each task, shuffled.
+
+    The task of an index, and the index within that task's own source, are pure functions of (seed, index). The `index`
+    of a prompt is that of the mixture. Held-out prompts are those of all tasks, one task after the other.
+    """
+
+    def __init__(self, sources: Mapping[str, PromptSource], ratios: Mapping[str, int], seed: int) -> None:
+        self.sources, self._ratios, self._seed = sources, ratios, seed
+        self._block = [name for name in sorted(ratios) for _ in range(ratios[name])]
+        self.digests = {
+            f"tasks.{name}.{field}": found for name, its in sources.items() for field, found in digests(its).items()
+        }
+
+    def prompt(self, index: int) -> Prompt:
+        block, place = divmod(index, len(self._block))
+        order = random.Random(f"{self._seed}/mixture/{block}").sample(self._block, len(self._block))
+        name = order[place]
+        own = block * self._ratios[name] + order[:place].count(name)
+        return replace(self.sources[name].prompt(own), index=index, task=name)
+
+    def held_out(self) -> list[Prompt]:
+        prompts = [replace(prompt, task=name) for name, its in self.sources.items() for prompt in its.held_out()]
+        return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+
+
 def digests(source: PromptSource) -> dict[str, str]:
     """Digests of a source's prompts, by the setting that names their file; none where prompts come from no file."""
     return getattr(source, "digests", {})
 
 
-def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    """The source that `task` names. Raises ConfigError for prompts that are missing, malformed or too long."""
-    return find("task.name", config.task.name, SOURCES)(config, tokenizer)
+def dataset_report(source: PromptSource) -> dict[str, Any]:
+    """The rows of a source's files, by task where several are mixed; empty where prompts come from no file."""
+    if isinstance(source, MixedSource):
+        return {name: report for name, its in source.sources.items() if (report := dataset_report(its))}
+    return dataclasses.asdict(source.report) if isinstance(source, RowSource) else {}
+
+
+def open_source(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    check: Callable[[RunConfig, Tokenizer, PromptSource], None] = lambda *_: None,
+) -> PromptSource:
+    """The source that `task` names, or a mixture of those that `tasks` name.
+
+    `check` is called with the configuration and the source of each task. Raises what it raises, and ConfigError for
+    prompts that are missing, malformed or too long.
+    """
+    sources: dict[str, PromptSource] = {}
+    for name, its in config.by_task.items():
+        with of_task(name):
+            sources[name] = find("task.name", its.task.name, SOURCES)(its, tokenizer)
+            check(its, tokenizer, sources[name])
+    ratios = {name: mixed.ratio for name, mixed in config.tasks.items()}
+    return MixedSource(sources, ratios, config.seed) if ratios else sources[""]
 
 
 SOURCES: dict[str, Callable[[RunConfig, Tokenizer], PromptSource]] = {

@@ -1,6 +1,6 @@
 """Verdicts on completions, from verifiers that may fail, hang or return anything.
 
-    Judge(config.environment, verify)(task, text, truncated=False) -> Verdict
+    await Judge(config.environment, verify)(task, text, truncated=False) -> Verdict
 
 A verifier is somebody's code. What it returns is converted and checked here, once. What it raises becomes a verdict
 without a result whose `failure` shows the traceback, the prompt and the completion. `Failures` shows the first failure
@@ -9,15 +9,16 @@ of each kind whole, counts repeats, and ends the run after too many.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import logging
 import re
-import signal
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_core.config.groups import EnvironmentConfig
@@ -38,6 +39,8 @@ class Verdict:
     score: float | None  # from 0, wrong, to 1, right; None: there is no result
     answer: str | None = None  # what it has read as the completion's answer
     failure: str | None = None  # why there is no result: one line, then traceback, prompt and completion
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # more numbers, by curve name
+    bonus: float = 0.0  # that a reward has beside the score, from environment.rewards
 
     @classmethod
     def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
@@ -55,15 +58,16 @@ class Verdict:
         if (outcome is Outcome.FAILED) != (score is None):
             raise ValueError(f"a Verdict has no score where its outcome is failed, and only there; got {found!r:.200}")
         answer, failure = (None if text is None else str(text) for text in (found.answer, found.failure))
-        return cls(outcome, score, answer, failure)
+        return cls(outcome, score, answer, failure, found.metrics)
 
 
-Verifier = Callable[[Prompt, str], "float | Verdict"]
-"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right. A verdict without a score says
-nothing about the completion; after a RewardError the whole group is tried again."""
+Verifier = Callable[[Prompt, str], "float | Verdict | Awaitable[float | Verdict]"]
+"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right; it may be an `async def`. A
+verdict without a score says nothing about the completion; after a RewardError the whole group is tried again. One with
+an attribute `bounded` that is true sees to the time of its awaited verdicts itself."""
 
 
-class Apart(functools.partial[Verdict]):
+class Apart(functools.partial[Awaitable[Verdict]]):
     """A Verifier that finds each verdict in a process of its own, where a Judge has called the user's verifier. What it
     raises is not the user's."""
 
@@ -82,50 +86,65 @@ def _score(found: Any) -> float:
 class Judge:
     """The verdicts of one verifier."""
 
-    def __init__(self, config: EnvironmentConfig, verify: Verifier) -> None:
-        """`config` names the verifier, and says whether it gets to see completions that ran into the length limit."""
-        self._name, self._verify, self._verify_truncated = config.judged_by, verify, config.verify_truncated
+    def __init__(self, config: EnvironmentConfig, verify: Verifier, name: str | None = None) -> None:
+        """`config` says whether the verifier gets to see completions that ran into the length limit, and names it
+        unless `name` does."""
+        self._name, self._verify, self._verify_truncated = name or config.judged_by, verify, config.verify_truncated
 
-    def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
+    async def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
         """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
-        Raises RewardError where the verifier does, and what an Apart raises."""
+        Raises RewardError where the verifier does, RewardTimeoutError for an awaited verdict that takes longer than
+        `limit_s`, and what an Apart raises."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
         if isinstance(self._verify, Apart):
-            return self._verify(task, text)
-        global _now
-        _now = self._name, task, text
-        limit(_limit_s)
+            return await self._verify(task, text)
+        before = _now.set((self._name, task, text))
+        on_verdict()
         try:
-            return self._called(task, text)
+            return await self._called(task, text)
         finally:
-            _now = None
-            limit(_limit_s)
+            _now.reset(before)
+            on_verdict()
 
-    def _called(self, task: Prompt, text: str) -> Verdict:
+    async def _called(self, task: Prompt, text: str) -> Verdict:
         failure = None
         for _ in range(_TRIES):
+            limit = asyncio.timeout(None if getattr(self._verify, "bounded", False) else limit_s)
             try:
-                return Verdict.read(self._verify(task, text))
+                found = self._verify(task, text)
+                if inspect.isawaitable(found):
+                    async with limit:
+                        found = await found
+                return Verdict.read(found)
             except RewardError as error:
                 raise RewardError(str(error)) from error  # a class of the user's may not be known elsewhere
-            except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
+            except BaseException as error:  # the boundary to somebody's code
+                if limit.expired():
+                    raise RewardTimeoutError(hung(awaited(error), limit_s or 0.0)) from None
+                if isinstance(error, asyncio.CancelledError | GeneratorExit) and _is_ending():
+                    raise
                 failure = explained(self._name, error, (task, text))
         return Verdict(Outcome.FAILED, None, failure=failure)
 
 
+def _is_ending() -> bool:
+    """Whether somebody has cancelled the task that runs, or closed its coroutine."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 # -- what is judged now ---------------------------------------------------------------------------------------------
 
-_now: tuple[str, Prompt, str] | None = None  # name of the verifier, task and text that this process is judging
-_limit_s: float | None = None  # of a verdict, and of what happens between two; None: there is no limit here
+limit_s: float | None = None  # of an awaited verdict; None: there is no limit here
+on_verdict: Callable[[], object] = list  # is called as a verdict begins and ends
+# Name of the verifier, task and text that are judged in this context.
+_now: ContextVar[tuple[str, Prompt, str] | None] = ContextVar("now", default=None)
 
 
-def limit(seconds: float | None) -> None:
-    """Have SIGALRM come once no verdict has begun or ended for so long; None: not at all. In the main thread."""
-    global _limit_s
-    if (seconds, _limit_s) != (None, None):
-        _limit_s = seconds
-        signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
+def judging() -> bool:
+    """Whether a verifier is called in this context, which has a time limit of its own."""
+    return _now.get() is not None
 
 
 # -- what people are shown ---------------------------------------------------------------------------------------------
@@ -145,19 +164,25 @@ def told(name: str, said: str, task: Prompt, text: str) -> str:
     return _block(f"{name}: {said}", "", (task, text))
 
 
-def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:
-    """That the code which runs in `frame` takes too long: likewise. `waiting`: the stacks of coroutines, where it is
-    one of these that waits."""
-    name, judged = ("the environment", None) if _now is None else (_now[0], _now[1:])
-    own = [] if waiting else _own(traceback.extract_stack(frame))
+def hung(stack: Sequence[traceback.FrameSummary], limit_s: float) -> str:
+    """That the code of this `stack`, which is called in this context, takes too long: likewise."""
+    now, own = _now.get(), _own(stack)
+    name, judged = ("the environment", None) if now is None else (now[0], now[1:])
     first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){_place(own)}"
-    return _block(first, waiting or "".join(traceback.format_list(own)), judged)
+    return _block(first, "".join(traceback.format_list(own)), judged)
 
 
-def _own(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The last frames of the user's code, below those that call it."""
-    ours = [place for place, each in enumerate(stack, 1) if _OURS.search(each.filename)]
-    return stack[max(ours, default=0) :][-_FRAMES:]
+def awaited(error: BaseException) -> Sequence[traceback.FrameSummary]:
+    """The stack of a coroutine that asyncio.timeout has ended with this error."""
+    return traceback.extract_tb((error.__cause__ or error).__traceback__)
+
+
+def _own(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The last frames of the user's code, between those that call it and those that it calls."""
+    ours = [_OURS.search(each.filename) is not None for each in stack]
+    last = next((place for place in range(len(ours), 0, -1) if not ours[place - 1]), 0)
+    first = next((place for place in range(last, 0, -1) if ours[place - 1]), 0)
+    return list(stack[first:last])[-_FRAMES:]
 
 
 def _place(own: list[traceback.FrameSummary]) -> str:
@@ -207,7 +232,8 @@ class Failures:
     def settled(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
         """A group is scored, or dropped with its `failure` and no outcomes. Those `truncated` tell nothing of the
         verifier. Raises UserCodeError where the share of rollouts without a result is too high."""
-        rollouts, missing = max(0, sum(outcomes.values()) - truncated), outcomes.get(Outcome.FAILED, 0)
+        rollouts = max(0, sum(outcomes.values()) - outcomes.get(Outcome.CUT, 0) - truncated)
+        missing = outcomes.get(Outcome.FAILED, 0)
         if outcomes and failure is not None:
             self._show(failure, max(1, missing))
         if rollouts > missing + outcomes.get(Outcome.TIMED_OUT, 0):

@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.dialogue import stops_by_task
 from areal_core.errors import ArealError, RunFinished, UserCodeError
 from areal_core.evaluation.sampling import Collector, open_benchmark
 from areal_core.evaluation.scores import RecordFile, problem_row, scored, write_page
@@ -41,8 +41,7 @@ class Evaluator:
         model_path = run.info().model_path
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
-        dialogue = Dialogue(config.task.chat, self._tokenizer)
-        self._stop_token_ids = dialogue.stop_token_ids(model_path)
+        self._stop_token_ids = stops_by_task(config, self._tokenizer, model_path)
         self.rewards = open_rewards(config, model_path, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,9 @@ class Server(Protocol):
         ...
 
 
+_FAILED = Sample(text="", tokens=0, truncated=False, outcome=Outcome.FAILED, score=None, answer=None)
+
+
 class Collector:
     """The problems of one benchmark on their way to records. One event loop calls it."""
 
@@ -85,18 +88,19 @@ class Collector:
         tokenizer: Tokenizer,
         rewards: Rewards,
         *,
-        stop_token_ids: tuple[int, ...],
+        stop_token_ids: Mapping[str, tuple[int, ...]],
         version: int = 0,
         on_record: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """`version` is that of the policy, of which all tokens must be; `on_record` is told how many problems are
-        recorded."""
+        """`stop_token_ids` by task. `version` is that of the policy, of which all tokens must be; `on_record` is told
+        how many problems are recorded."""
         self._config, self._samples = benchmark.config, benchmark.config.evaluation.samples or 0
         self._records, self._on_record = records, on_record
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
         self._rewards, self._version = rewards, version
-        self._failures = Failures(self._config.environment.max_no_result)
-        self._opens = environment_class(self._config).opens_with_prompt
+        self._by_task = self._config.by_task
+        self._failures = {name: Failures(its.environment.max_no_result) for name, its in self._by_task.items()}
+        self._opens = {name: environment_class(its).opens_with_prompt for name, its in self._by_task.items()}
         self._waiting: asyncio.Queue[Prompt] = asyncio.Queue()
         for problem in benchmark.problems:
             if problem.index not in records:
@@ -160,6 +164,7 @@ class Collector:
             prompt_id=problem.prompt_id,
             prompt=self._tokenizer.decode(problem.token_ids, special=True),
             gold=problem.answer,
+            task=problem.task,
             greedy=greedy,
             samples=tuple(samples),
         )
@@ -173,9 +178,9 @@ class Collector:
             request_id=f"evaluation-{problem.index}-{'greedy' if greedy else 'sampled'}",
             token_ids=problem.token_ids,
             n=n,
-            max_tokens=self._config.task.max_new_tokens,
+            max_tokens=self._by_task[problem.task].task.max_new_tokens,
             seed=int.from_bytes(digest[:4]),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._stop_token_ids[problem.task],
             greedy=greedy,
             temperature=self._config.evaluation.temperature,
         )
@@ -188,7 +193,7 @@ class Collector:
             return self._rewards.begin(problem, n, apart=apart, shown=True)
 
         tries = 0
-        async with Rollouts(request, self._opens, generate, begin) as rollouts:
+        async with Rollouts(request, self._opens[problem.task], generate, begin) as rollouts:
             while True:
                 try:
                     scored = await rollouts.scored()
@@ -196,16 +201,14 @@ class Collector:
                 except RewardError as error:
                     if isinstance(error, SessionLostError):
                         continue
-                    self._failures.failed_try(error)
+                    self._failures[problem.task].failed_try(error)
                     if (tries := tries + 1) >= self._config.rollout.max_tries:
-                        return self._failed(n, str(error))
+                        self._failures[problem.task].settled(Counter({Outcome.FAILED: n}), str(error))
+                        return (_FAILED,) * n
         assert scored is not None, "a request is finished or raises"
-        self._failures.settled(scored.summary.outcomes, scored.failure, truncated=sum(scored.summary.truncated))
+        found = scored.summary
+        self._failures[problem.task].settled(found.outcomes, scored.failure, truncated=sum(found.truncated))
         return scored.samples
-
-    def _failed(self, n: int, failure: str) -> tuple[Sample, ...]:
-        self._failures.settled(Counter({Outcome.FAILED: n}), failure)
-        return (Sample(text="", tokens=0, truncated=False, outcome=Outcome.FAILED, score=None, answer=None),) * n
 
     async def _complete(self, server: Server, request: GenerationRequest) -> list[Completion]:
         completions = await server.complete(request)

@@ -40,6 +40,7 @@ class Record:
     gold: str
     greedy: Sample
     samples: tuple[Sample, ...]  # sampled ones, in the order of their seeds
+    task: str = ""  # of a mixture
 
 
 class RecordFile:
@@ -133,6 +134,7 @@ class Scores:
     truncated: int  # completions that ran into the length limit, of all
     mean_tokens: float  # of all completions
     means: Mapping[str, float]  # of their environment's numbers, by name, over greedy completions that have them
+    of_tasks: Mapping[str, float]  # greedy accuracy of each task of a mixture
 
     @property
     def completions(self) -> int:
@@ -153,6 +155,7 @@ class Scores:
             "truncated": self.truncated / self.completions,
             "mean_tokens": self.mean_tokens,
             **self.means,
+            **{f"greedy/{task}": value for task, value in self.of_tasks.items()},
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -165,6 +168,7 @@ class Scores:
             *((f"maj@{k}, {self.samples} samples", _shown(value)) for k, value in self.majority_at.items()),
             ("completions", f"{found}; {self.truncated} cut off; {self.mean_tokens:,.0f} tokens on average"),
             *((name, f"{value:.3g}") for name, value in self.means.items()),
+            *((f"greedy, {task}", f"{value:.3f}") for task, value in self.of_tasks.items()),
         ]
 
 
@@ -188,6 +192,7 @@ def scored(records: Sequence[Record]) -> Scores:
         truncated=sum(sample.truncated for sample in everything),
         mean_tokens=sum(sample.tokens for sample in everything) / len(everything),
         means={name: sum(values) / len(values) for name, values in numbers.items()},
+        of_tasks={task: float(_right(its).mean()) for task, its in _by_task(records).items()},
     )
 
 
@@ -222,6 +227,15 @@ def problem_row(record: Record) -> dict[str, Any]:
 def _right(records: Sequence[Record]) -> NDArray[np.float64]:
     """Of each problem whether its greedy completion is right, 1 or 0."""
     return np.array([float(record.greedy.correct) for record in records])
+
+
+def _by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each task of a mixture."""
+    found: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.task:
+            found[record.task].append(record)
+    return found
 
 
 def _pass_at(records: Sequence[Record], k: int) -> Estimate:

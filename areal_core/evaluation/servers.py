@@ -40,9 +40,9 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
     if config.evaluation_servers:
         its = config.evaluation
         return OwnServers(run, config, role=ROLE, count=its.servers, completions=2 * its.slots)
-    folder, task, slots = Path(run.info().model_path), config.task, config.evaluation.slots
+    folder, slots = Path(run.info().model_path), config.evaluation.slots
     spec = read_spec(folder)
-    context = min(spec.context, task.max_prompt_tokens + task.max_new_tokens)
+    context = min(spec.context, config.context)
     engine = make_engine(
         config.evaluation.engine,
         folder,

@@ -73,13 +73,12 @@ class Footprint:
     def table(self) -> str:
         """The plan as text, a line for each kind of process."""
         its, launch = self.config, self.config.launch
-        context = its.task.max_prompt_tokens + its.task.max_new_tokens
         machines = -(-launch.devices // (launch.devices_per_host or launch.devices))
         link = "then" if its.mode == "sync" else "and"
         lines = [
             f"{machines} machine{'s' * (machines > 1)}: {its.generation_servers} x {its.devices_per_server} GPUs "
             f"generate, {link} {its.training_ranks} train; the KV cache of a server holds {self.completions} "
-            f"completions of {context} tokens"
+            f"completions of {its.context} tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -343,7 +342,7 @@ def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
     layers x key-value heads of that GPU x their width x bytes of a number."""
     heads = max(1, spec.kv_heads // _degree(config))
     token = 2 * spec.layers * heads * spec.head_dim * _served_number(config)
-    return (config.task.max_prompt_tokens + config.task.max_new_tokens) * token
+    return config.context * token
 
 
 def _degree(config: RunConfig) -> int:

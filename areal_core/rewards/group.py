@@ -1,6 +1,6 @@
 """One group's rollouts inside a worker: coroutines of the environment, suspended while they wait for the policy.
 
-    advance(completions that have ended) -> their next requests to the policy, or the scored group
+    deliver(completions that have ended); said() -> their next requests to the policy, or the scored group
 
 Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests in their own.
 """
@@ -9,72 +9,111 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, join_completions
 from areal_core.config.schema import RunConfig
+from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
-from areal_core.errors import RewardError, RolloutLimitError
+from areal_core.errors import (
+    ArealError,
+    GenerationError,
+    RewardError,
+    RewardTimeoutError,
+    RolloutLimitError,
+    VerifierError,
+)
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.record import RecordingPolicy
 from areal_core.rewards.scoring import sample_of, scored_group
-from areal_core.types import Completion, Outcome, Prompt, Rollout, Sample, SampleRequest
+from areal_core.types import Completion, Outcome, Prompt, Rollout, SampleRequest
 
 Requests = tuple[SampleRequest, ...]
 
 
-_TURNS = 8  # of the event loop, in which rollouts do what they can with the completions that they have got
+class Saying:
+    """A group, of which somebody waits for what it says."""
+
+    def __init__(self) -> None:
+        self._said = asyncio.Queue[Any]()
+
+    def say(self, outcome: Any) -> None:
+        self._said.put_nowait(outcome)
+
+    async def said(self) -> Any:
+        """Wait for the next requests of its rollouts, or for the scored group.
+
+        Raises GenerationError for a response that holds no completions, RewardError for rollouts that fail, can't be
+        scored, take too long or lose their worker."""
+        outcome = await self._said.get()
+        if isinstance(outcome, ArealError):
+            raise outcome
+        return outcome
 
 
-class GroupRollout:
-    """The rollouts of one group, from their first turns to their scores."""
+class GroupRollout(Saying):
+    """The rollouts of one group, from their first turns to their scores: a `rollouts.Session`."""
 
-    def __init__(self, environment: Environment, task: Prompt, config: RunConfig, *, n: int | None = None) -> None:
-        """`n` rollouts; None: algorithm.group_size."""
+    def __init__(
+        self,
+        environment: Environment,
+        task: Prompt,
+        config: RunConfig,
+        *,
+        n: int | None = None,
+        shown_with: Tokenizer | None = None,
+    ) -> None:
+        """`n` rollouts; None: algorithm.group_size. `shown_with`: decodes samples, which the scored group then has."""
         self._n = config.algorithm.group_size if n is None else n
+        self._shown_with = shown_with
         self._environment = environment
         self._task = task
         self._config = config
-        self._calls = _Calls()
+        super().__init__()
+        self._calls = _Calls(self.say)
         self._policies: list[RecordingPolicy] = []
-        self._rollouts: asyncio.Future[list[Rollout]] | None = None
-        self.failure: str | None = None  # the first of its verifier, as errors.VerifierError says it
+        self._tasks: list[asyncio.Task[Rollout]] = []  # one each
+        self._rollouts: asyncio.Task[list[Rollout]] | None = None
+        self._failures: list[str] = []  # of its verifier, as errors.VerifierError says them
 
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        """Resume with completions that have ended: of the group's opening, or of requests that were returned before.
-        Returns the next requests, none where rollouts wait for others of their completions, or the scored group.
-
-        Raises GenerationError for a response that holds no completions, RewardError for rollouts that can't be scored.
-        """
-        completions = join_completions([each.completion for each in arrived])
-        for each in completions:
-            if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
-                raise RewardError(f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens")
-        if self._rollouts is None:
-            self._begin()
-        self._calls.deliver(arrived, completions)
-        assert self._rollouts is not None
-        requested = asyncio.ensure_future(self._calls.requested())
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        """Begin the rollouts, or resume them with completions that have ended: of the group's opening, or of requests
+        that `said` has returned."""
         try:
-            await asyncio.wait((self._rollouts, requested), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            requested.cancel()
-        if self._rollouts.done():
-            return self._scored(await self._rollouts)
-        return self._calls.take_requests()
+            completions = join_completions([each.completion for each in arrived])
+            for each in completions:
+                if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
+                    raise RewardError(
+                        f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens"
+                    )
+        except (GenerationError, RewardError) as error:
+            self.say(error)
+            self.close()
+            return
+        if self._rollouts is None:
+            self._rollouts = self._begin()
+        self._calls.deliver(arrived, completions)
 
-    def samples(self, tokenizer: Tokenizer) -> tuple[Sample, ...]:
-        """The rollouts, once they are scored."""
-        assert self._rollouts is not None
-        return tuple(sample_of(rollout, tokenizer) for rollout in self._rollouts.result())
+    def cut(self, _: object = None) -> None:
+        """End the rollouts that have not ended. One that waits for the policy has no result; any other has taken too
+        long by itself, and is incorrect."""
+        for policy, task in zip(self._policies, self._tasks, strict=False):
+            if not task.done():
+                policy.is_cut = True
+                task.cancel()
 
     def close(self) -> None:
         """Cancel the rollouts."""
         if self._rollouts is not None:
             self._rollouts.cancel()
 
-    def _begin(self) -> None:
+    def _begin(self) -> asyncio.Task[list[Rollout]]:
         opens, n = self._environment.opens_with_prompt, self._n
         if opens:
             self._calls.open(n)
@@ -88,24 +127,50 @@ class GroupRollout:
             )
             for rollout in range(n)
         ]
-        self._rollouts = asyncio.ensure_future(self._side_by_side())
+        rollouts = asyncio.get_running_loop().create_task(self._side_by_side())
+        rollouts.add_done_callback(self._ended)
+        return rollouts
 
     async def _side_by_side(self) -> list[Rollout]:
         """The rollouts, in their order. The first failure ends them all."""
-        tasks = [asyncio.ensure_future(self._rollout(policy)) for policy in self._policies]
+        self._tasks = [asyncio.ensure_future(self._rollout(policy)) for policy in self._policies]
         try:
-            return list(await asyncio.gather(*tasks))
+            return list(await asyncio.gather(*self._tasks))
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
 
     async def _rollout(self, policy: RecordingPolicy) -> Rollout:
+        running = _Running(self._failures, self._config.rollout.reward_timeout_s)
+        _current.set(running)  # in the context of this task, and of those that the rollout starts
         try:
-            rollout = await self._environment.rollout(self._task, policy)
+            async with _place(self._environment):
+                rollout = await running.limited(self._environment.rollout(self._task, policy))
         except RolloutLimitError:
-            reward = self._config.algorithm.reward_incorrect if policy.trajectories() else None
-            rollout = Rollout(reward=reward, outcome=Outcome.OVER_LIMIT, truncated=True)
+            rollout = self._incorrect(policy, Outcome.OVER_LIMIT)
+        except asyncio.CancelledError:
+            if not policy.is_cut:
+                raise
+            if policy.waits:
+                return Rollout(reward=None, outcome=Outcome.CUT, trajectories=(), truncated=False)
+            rollout = self._incorrect(policy, Outcome.TIMED_OUT)
         return policy.finished(rollout)
+
+    def _incorrect(self, policy: RecordingPolicy, outcome: Outcome) -> Rollout:
+        """A rollout that has come to a limit of its own. Without a turn there is nothing to train on."""
+        reward = self._config.algorithm.reward_incorrect if policy.trajectories() else None
+        return Rollout(reward=reward, outcome=outcome, truncated=True)
+
+    def _ended(self, rollouts: asyncio.Task[list[Rollout]]) -> None:
+        try:
+            outcome = replace(self._scored(found := rollouts.result()), failure=next(iter(self._failures), None))
+            if self._shown_with is not None:
+                outcome = replace(outcome, samples=tuple(sample_of(one, self._shown_with) for one in found))
+        except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
+            outcome = known_error(error)
+            if self._failures and isinstance(outcome, RewardError) and not isinstance(outcome, RewardTimeoutError):
+                outcome = VerifierError(self._failures[0])
+        self.say(outcome)
 
     def _scored(self, rollouts: Sequence[Rollout]) -> ScoredGroup:
         metrics: dict[str, list[float]] = {}
@@ -120,18 +185,109 @@ class GroupRollout:
         )
 
 
+class _Prepared:
+    """An environment whose setup is done, and the places of its rollouts."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.setup = asyncio.ensure_future(environment.setup())
+        self.places = asyncio.Semaphore(environment.at_once or sys.maxsize)
+
+
+_prepared: dict[Environment, _Prepared] = {}  # in a worker
+
+
+@asynccontextmanager
+async def _place(environment: Environment) -> AsyncIterator[None]:
+    """A place for a rollout, once the environment is set up. Waiting for it has no time limit."""
+    prepared = _prepared.get(environment) or _prepared.setdefault(environment, _Prepared(environment))
+    async with prepared.places:
+        await asyncio.shield(prepared.setup)
+        yield
+
+
+async def tear_down() -> None:
+    """End the environments of this worker."""
+    await asyncio.gather(*(environment.teardown() for environment in _prepared), return_exceptions=True)
+    _prepared.clear()
+
+
+def known_error(error: BaseException) -> ArealError:
+    """The error as every process of a run knows it. One that is not of this package is a bug of the user's."""
+    if isinstance(error, ArealError):  # a class of the user's may not be known elsewhere
+        return error if type(error).__module__ == ArealError.__module__ else RewardError(str(error))
+    return VerifierError(verdicts.explained("the environment", error))
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+class _Running:
+    """A rollout, and the time limit of what it awaits."""
+
+    def __init__(self, failures: list[str], limit_s: float) -> None:
+        self.failures = failures  # of the group
+        self.unlimited = 0  # what it waits for now that has a time limit elsewhere: calls of the policy
+        self._limit_s = limit_s
+        self._scope: asyncio.Timeout | None = None
+
+    async def limited(self, rollout: Coroutine[Any, Any, Rollout]) -> Rollout:
+        """The result of the rollout. Raises RewardTimeoutError where one await takes longer than the limit."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scope = scope
+                return await rollout
+        except TimeoutError as error:
+            if not scope.expired():
+                raise  # the environment's own
+            raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), self._limit_s)) from None
+        finally:
+            self._scope = None
+
+    def start_limit(self) -> None:
+        if self._scope is not None and not self._scope.expired():
+            now = asyncio.get_running_loop().time()
+            self._scope.reschedule(None if self.unlimited or verdicts.judging() else now + self._limit_s)
+
+
+# In the context of a rollout; elsewhere one that nobody looks at.
+_current: ContextVar[_Running] = ContextVar("current", default=_Running([], 0.0))  # noqa: B039
+
+
+def step_ended() -> None:
+    """Start the time limit of what the rollout of this context awaits now."""
+    _current.get().start_limit()
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Within, what the rollout of this context awaits has no time limit here."""
+    running = _current.get()
+    running.unlimited += 1
+    try:
+        yield
+    finally:
+        running.unlimited -= 1
+
+
+def note_failure(failure: str) -> None:
+    """Have the group of this context name a failure of its verifier."""
+    _current.get().failures.append(failure)
+
+
+# -- calls of the policy -----------------------------------------------------------------------------------------------
+
 _Asked = tuple[tuple[int, ...], int, tuple[int, ...]]  # text, limit and stop tokens of a call
 
 
 class _Calls:
     """The calls of a group's rollouts, whose completions come from outside, in whatever order they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Callable[[Requests], None]) -> None:
+        self._request = request
         self._waiting: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by request and index
         self._opening: dict[int, asyncio.Future[Completion]] = {}  # of rollouts that have not called yet
         self._new: dict[_Asked, list[tuple[tuple[int, int], asyncio.Future[Completion]]]] = {}
         self._requests = 0  # so far
-        self._called = asyncio.Event()
         self.sampled_tokens = 0
 
     def open(self, n: int) -> None:
@@ -145,10 +301,13 @@ class _Calls:
         self, rollout: int, call: int, token_ids: tuple[int, ...], max_tokens: int, stop: tuple[int, ...]
     ) -> Completion:
         if (future := self._opening.pop(rollout, None)) is None:
-            future = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            if not self._new:
+                loop.call_soon(self._send)  # after all rollouts that can go on now have called
+            future = loop.create_future()
             self._new.setdefault((token_ids, max_tokens, stop), []).append(((rollout, call), future))
-            self._called.set()
-        return await future
+        with unlimited():
+            return await future
 
     def deliver(self, arrived: Sequence[Arrival], completions: Sequence[Completion]) -> None:
         for one, completion in zip(arrived, completions, strict=True):
@@ -157,18 +316,9 @@ class _Calls:
             if not future.cancelled():  # else the rollout has given the call up
                 future.set_result(completion)
 
-    async def requested(self) -> None:
-        """Wait until rollouts request completions, or have done what they can with those that they have got while
-        others are still to come. Rollouts that call `sample` at the same moment all do so before this resumes: their
-        requests go out together."""
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        if not self._waiting:
-            await self._called.wait()
-
-    def take_requests(self) -> Requests:
+    def _send(self) -> None:
+        """Request completions for the new calls, one request for those of the same text, limit and stop tokens."""
         new, self._new = self._new, {}
-        self._called.clear()
         requests: list[SampleRequest] = []
         for (token_ids, max_tokens, stop), made in new.items():
             calls = [each for each in made if not each[1].cancelled()]
@@ -182,4 +332,5 @@ class _Calls:
                     token_ids=token_ids, calls=tuple(call for call, _ in calls), max_tokens=max_tokens, stop=stop
                 )
             )
-        return tuple(requests)
+        if requests:
+            self._request(tuple(requests))

@@ -1,6 +1,7 @@
 """`python -m areal_core.rewards.host`: reward workers of a run on another machine than its controller's.
 
-    controller --WebSocket /rewards/{place}: work, and back the outcomes--> a thread --pipe--> its worker
+    controller --WebSocket /rewards/{place}: work--> a thread --pipe--> its worker
+    controller <--what groups say-- another thread <--pipe-- its worker
 
 Nothing here listens, and nothing is kept. A worker begins anew with its connection: what was suspended in it begins
 again in another one.
@@ -25,8 +26,8 @@ from areal_core.environments.registry import open_environment
 from areal_core.errors import ArealError, ConfigError, GenerationError, ProcessError, RewardError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.remote import SILENT_S, decode_work, encode_outcome
-from areal_core.rewards.worker import WorkerProcess, advance
+from areal_core.rewards.remote import SILENT_S, decode_work, encode_said
+from areal_core.rewards.worker import WorkerProcess, open_group
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Host:
         self._run = run
         config, model_path = run.config(), run.info().model_path
         self._limit_s = config.rollout.reward_timeout_s
-        self._function = functools.partial(advance, config, model_path)
+        self._function = functools.partial(open_group, config, model_path)
         open_environment(config, Tokenizer.from_folder(model_path))
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
@@ -73,17 +74,15 @@ class Host:
 
     def _connected(self, place: int) -> None:
         """One worker, until it has lost its process or its connection."""
-        worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place))
+        worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place), self._limit_s)
         try:
             worker.start()
             self._happened.put(None)
             with suppress(ConnectionClosed), self._connect(place) as socket:
+                threading.Thread(target=self._tell, args=(worker, socket), daemon=True).start()
                 for message in socket:
                     assert isinstance(message, bytes)
-                    answer, lost = self._answer(worker, message)
-                    socket.send(answer)
-                    if lost:
-                        return
+                    worker.send(decode_work(message))
         finally:
             worker.kill()
 
@@ -110,18 +109,20 @@ class Host:
                     raise ProcessError(f"controller: reward worker {place} can't connect: {said}") from error
             time.sleep(_RETRY_S)
 
-    def _answer(self, worker: WorkerProcess, message: bytes) -> tuple[bytes, bool]:
-        """The answer to a message, and whether it has cost the worker its process. Raises what says nothing of the
-        group: this machine can't do the work."""
-        work = decode_work(message)
-        worker.forgotten += work.forgotten
-        try:
-            outcome = worker.ask(work.arrived, self._limit_s)
-        except RewardError as error:
-            return encode_outcome(error), True
-        if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):
-            raise outcome
-        return encode_outcome(outcome), False
+    def _tell(self, worker: WorkerProcess, socket: ClientConnection) -> None:
+        """Send what the worker's groups say, until it has lost its process or its connection. An error that says
+        nothing of a group is raised in the main thread: this machine can't do the work."""
+        with suppress(ConnectionClosed), socket:
+            try:
+                while True:
+                    group, said = worker.receive()
+                    if isinstance(said, ArealError) and not isinstance(said, RewardError | GenerationError):
+                        self._happened.put(said)
+                        return
+                    socket.send(encode_said(group, said))
+            except RewardError as error:
+                worker.kill()
+                socket.send(encode_said(worker.running, error))
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """The reward workers of a run, as its controller sees them: processes of this machine, and others elsewhere.
 
-    session --completions that have ended--> a free worker, or the one in which its group is suspended --> its outcome
+    session --completions that have ended--> the worker of its group
+    session <--requests, scored group, error-- the worker of its group
 
-A worker that hangs or dies costs the group that it is working on (RewardError); one of this machine is replaced. Groups
-that are suspended in it begin again elsewhere with the completions that they have (SessionLostError). A worker of
-another machine connects to `serve`, and is there for as long as its connection.
+A group goes to the worker that has the fewest. A worker that hangs or dies costs the group whose code it runs a try
+(RewardError); one of this machine is replaced. Its other groups begin again elsewhere with the completions that they
+have (SessionLostError). A worker of another machine connects to `serve`, and is there for as long as its connection.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, RewardTimeoutError, RewardWorkerError, SessionLostError
-from areal_core.rewards.group import Requests
+from areal_core.environments.environment import Environment
+from areal_core.environments.registry import environment_class
+from areal_core.errors import RewardError, RewardWorkerError, SessionLostError
+from areal_core.rewards.group import Saying
 from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
-from areal_core.rewards.worker import Arrived, WorkerProcess, advance
+from areal_core.rewards.worker import Arrived, Event, WorkerProcess, open_group
 from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
-_lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
+_TOGETHER = 64  # messages at most
+_lost = functools.partial(SessionLostError, "the reward worker that had this group is gone")
 _closed = functools.partial(RewardWorkerError, "the reward workers have ended")
 
 
@@ -47,47 +51,41 @@ class RewardPool:
         *,
         function: Callable[[Any], Any],
         timeline: Callable[[int], Path] | None = None,
+        tears_down: bool = False,
     ) -> None:
-        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message.
-        `timeline`: the file of a worker's timeline, by its place."""
+        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message, see
+        WorkerProcess. `timeline`: the file of a worker's timeline, by its place. `tears_down`: workers of this machine
+        get time to end in order."""
         self._timeout_s = timeout_s
         self._function = function
         self._timeline = timeline
-        self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward")
+        self._tears_down = tears_down
         self._here = workers
-        self._workers: set[_Worker] = {self._started(place) for place in range(workers)}
-        self._idle = dict.fromkeys(self._workers)  # the one that has been idle for longest first
-        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
+        self._workers: list[_Worker] = []
+        self._waiting: list[Session] = []  # for a worker to be there
         self._groups = itertools.count(1)
         self._closed = False
+        self._start()
 
     def begin(self, prompt: Prompt, n: int, *, apart: bool = False, shown: bool = False) -> GroupSession:
         """A group of `n` rollouts that has not begun. `apart`: each of its verdicts is found in a process of its own,
         since one of them has cost a worker its own. `shown`: the scored group has samples."""
         return GroupSession(
-            self, Arrived(group=next(self._groups), prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
+            self, next(self._groups), Arrived(prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
         )
 
-    async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
-        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
-        RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
-        worker does not count), RewardWorkerError when it loses its process or its machine, and SessionLostError where
-        the wanted worker is gone, or a worker has gone before it had the message, or has left."""
-        while not (worker := await self._take(wanted)).alive:
-            self._lose(worker)
-            if wanted is not None:
-                raise _lost()
-        try:
-            result = await self._asked(worker, message)
-            if isinstance(result, RewardTimeoutError | RewardWorkerError):  # it has lost its process
-                raise result
-        except BaseException:  # it hangs, it is dead, or its result is no longer waited for
-            self._lose(worker)
-            raise
-        self._put_back(worker)
-        if isinstance(result, ArealError):
-            raise result
-        return result, worker
+    async def ask(self, message: Any) -> Any:
+        """The result of a message of its own. Raises RewardError when the verifier fails, RewardTimeoutError when it
+        takes longer than the timeout, and RewardWorkerError when it loses its process."""
+        while True:
+            session = Session(self, next(self._groups))
+            try:
+                session.send(message)
+                return await session.said()
+            except SessionLostError:
+                continue  # another message has cost the worker
+            finally:
+                session.close()
 
     async def serve(self, place: int, request: web.Request) -> web.WebSocketResponse:
         """Have the worker of another machine with this `place` work until its connection, `request`, ends. Raises
@@ -98,126 +96,196 @@ class RewardPool:
             raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
         if place in {worker.place for worker in self._workers}:
             raise ValueError(f"place: {place} is another reward worker's (--first)")
-        socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES + 1)
+        socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES + 9)
         if not socket.can_prepare(request):
             raise ValueError("the request must begin a WebSocket")
         worker = RemoteWorker(place, socket)
-        self._workers.add(worker)
+        self._workers.append(worker)
+        self._place_waiting()
         try:
             await socket.prepare(request)
-            self._put_back(worker)
             logger.info("reward worker %d is there", place)
-            await worker.follow()
+            await worker.follow(functools.partial(self._hear, worker))
         finally:
             self._lose(worker)
         return socket
 
     def pids(self) -> list[int]:
         """Of the processes here."""
-        return [worker.process.pid for worker in self._workers if isinstance(worker, WorkerProcess)]
+        return [worker.process.process.pid for worker in self._workers if isinstance(worker, _LocalWorker)]
 
     async def close(self) -> None:
-        """Kill the workers; jobs under way or waiting end with a RewardError."""
+        """Kill the workers; groups that have not ended end with a RewardError."""
         self._closed = True
-        for worker in list(self._workers):
+        if self._tears_down:
+            here = [worker.process for worker in self._workers if isinstance(worker, _LocalWorker)]
+            await asyncio.gather(*(asyncio.to_thread(process.end) for process in here))
+        for worker in self._workers[:]:
             self._lose(worker)
-        for _, turn in self._waiting:
-            if not turn.done():
-                turn.set_exception(_closed())
+        for session in self._waiting:
+            session.say(_closed())
 
-    async def _take(self, wanted: _Worker | None) -> _Worker:
+    def place(self, session: Session) -> None:
+        """Find a worker for a session, now or once there is one."""
         if self._closed:
-            raise _closed()
-        if wanted is not None and wanted not in self._workers:
-            raise _lost()
-        if wanted in self._idle if wanted is not None else self._idle:
-            worker = wanted or next(iter(self._idle))
-            del self._idle[worker]
-            return worker
-        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, turn))
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was given one at that moment
-                self._put_back(turn.result())
-            raise
+            session.say(_closed())
+            return
+        self._start()
+        self._waiting.append(session)
+        self._place_waiting()
 
-    def _put_back(self, worker: _Worker) -> None:
-        """Give a free worker to the call that has waited longest for it, or for any."""
+    def forget(self, session: Session) -> None:
+        """Give a session's group up."""
+        if session in self._waiting:
+            self._waiting.remove(session)
+        if session.worker is not None:
+            del session.worker.sessions[session.group]
+            session.worker.send(session.group, None)
+            session.worker = None
+
+    def _place_waiting(self) -> None:
+        while self._workers and self._waiting:
+            self._waiting.pop(0).place(min(self._workers, key=lambda worker: len(worker.sessions)))
+
+    def _hear(self, worker: _Worker, event: Event) -> None:
+        group, said = event
+        if session := worker.sessions.get(group):
+            if not isinstance(said, tuple):  # else they are requests
+                del worker.sessions[group]
+                session.worker = None
+            session.say(said)
+
+    def _lose(self, worker: _Worker, error: RewardError | None = None, at_fault: int | None = None) -> None:
+        """A worker is of no more use: end it. `at_fault`: the group that has the `error`; None: all have it."""
         if worker not in self._workers:
             return
-        for place, (wanted, turn) in enumerate(self._waiting):
-            if not turn.done() and wanted in (None, worker):
-                del self._waiting[place]
-                turn.set_result(worker)
-                return
-        self._idle[worker] = None
-
-    def _lose(self, worker: _Worker) -> None:
-        """A worker is of no more use: end it, and start another one in its place where that was here."""
-        if worker not in self._workers:
-            return
-        self._workers.discard(worker)
-        self._idle.pop(worker, None)
+        self._workers.remove(worker)
         worker.kill()
-        for wanted, turn in self._waiting:
-            if wanted is worker and not turn.done():
-                turn.set_exception(_lost())
-        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
-        if self._closed:
-            return
-        if isinstance(worker, RemoteWorker):
-            logger.warning("reward worker %d is gone", worker.place)
-        else:
-            self._workers.add(fresh := self._started(worker.place))
-            self._put_back(fresh)
+        for group, session in worker.sessions.items():
+            session.worker = None
+            mine = error if error is not None and at_fault in (None, group) else None
+            session.say(_closed() if self._closed else mine or _lost())
+        worker.sessions.clear()
+        if not self._closed:
+            if isinstance(worker, RemoteWorker):
+                logger.warning("reward worker %d is gone", worker.place)
+            elif at_fault is not None:  # it had started: another one will, too
+                self._start()
 
-    def _started(self, place: int) -> WorkerProcess:
-        return WorkerProcess(self._function, place, None if self._timeline is None else self._timeline(place))
-
-    async def _asked(self, worker: _Worker, message: Any) -> Any:
-        if isinstance(worker, RemoteWorker):
-            return await worker.ask(message, self._timeout_s)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, self._timeout_s)
+    def _start(self) -> None:
+        """Start the workers of this machine that are missing."""
+        places = range(0 if self._closed else self._here)
+        for place in sorted({*places} - {worker.place for worker in self._workers}):
+            timeline = None if self._timeline is None else self._timeline(place)
+            process = WorkerProcess(self._function, place, timeline, self._timeout_s)
+            self._workers.append(_LocalWorker(process, self._hear, self._lose))
 
 
 def open_rewards(
     config: RunConfig, model_path: str, workers: int, timeline: Callable[[int], Path] | None = None
 ) -> RewardPool:
     """The workers that run the environment of a run, with the tokenizer in the folder `model_path`."""
-    function = functools.partial(advance, config, model_path)
-    return RewardPool(workers, config.rollout.reward_timeout_s, function=function, timeline=timeline)
+    function = functools.partial(open_group, config, model_path)
+    tears_down = any(environment_class(its).teardown is not Environment.teardown for its in config.by_task.values())
+    return RewardPool(
+        workers, config.rollout.reward_timeout_s, function=function, timeline=timeline, tears_down=tears_down
+    )
 
 
-class GroupSession:
-    """The rollouts of one group, in the worker that began them."""
+class Session(Saying):
+    """A group of messages, and what it says, in one worker."""
 
-    def __init__(self, pool: RewardPool, begun: Arrived) -> None:
+    def __init__(self, pool: RewardPool, group: int) -> None:
+        super().__init__()
+        self.group = group
+        self.worker: _Worker | None = None  # until the group has ended
         self._pool = pool
-        self._begun = begun
-        self._worker: _Worker | None = None  # where it is suspended
+        self._unsent: list[Any] = []
 
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
-        RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
-        prompt = self._begun.prompt if self._worker is None else None
-        message = replace(self._begun, prompt=prompt, completions=arrived)
-        worker, self._worker = self._worker, None  # after an error nothing of it is left there
-        try:
-            outcome, worker = await self._pool.ask(message, worker)
-        except asyncio.CancelledError:
-            self._worker = worker  # while it waited for that worker: it is still suspended there
-            raise
-        if not isinstance(outcome, ScoredGroup):
-            self._worker = worker
-        return outcome
+    def send(self, message: Any) -> None:
+        if self.worker is not None:
+            self.worker.send(self.group, message)
+            return
+        self._unsent.append(message)  # of no use where the group has ended meanwhile
+        if len(self._unsent) == 1:
+            self._pool.place(self)
 
     def close(self) -> None:
-        """Give the group up, also where it is suspended in a worker."""
-        if self._worker is not None:
-            self._worker.forgotten.append(self._begun.group)
-            self._worker = None
+        """Give the group up, unless it has ended."""
+        self._pool.forget(self)
+
+    def place(self, worker: _Worker) -> None:
+        self.worker = worker
+        worker.sessions[self.group] = self
+        for message in self._unsent:
+            worker.send(self.group, message)
 
 
-_Worker = WorkerProcess | RemoteWorker
+class GroupSession(Session):
+    """The rollouts of one group."""
+
+    def __init__(self, pool: RewardPool, group: int, begun: Arrived) -> None:
+        super().__init__(pool, group)
+        self._next = begun  # its next message, without its completions
+
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        """As `rollouts.Session`."""
+        self.send(replace(self._next, completions=arrived))
+        self._next = replace(self._next, prompt=None)
+
+    def cut(self) -> None:
+        """As `rollouts.Session`."""
+        self.send(replace(self._next, cut=True))
+
+
+class _LocalWorker:
+    """A process of this machine, and the threads that write to it and read from it."""
+
+    def __init__(self, process: WorkerProcess, hear: Callable[..., None], lose: Callable[..., None]) -> None:
+        self.process = process
+        self.place = process.place
+        self.sessions: dict[int, Session] = {}
+        self._unsent: list[Event] = []
+        self._sending = False  # a thread does; what comes meanwhile is sent together
+        self._events = queue.SimpleQueue[list[Event]]()  # []: the worker is of no more use
+        self._loop = asyncio.get_running_loop()
+        self._hear, self._lose = hear, lose
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name=f"reward-{self.place}", daemon=True).start()
+
+    def send(self, group: int, message: Any) -> None:
+        self._unsent.append((group, message))
+        if not self._sending:
+            self._send()
+
+    def _send(self) -> None:
+        events, self._unsent = self._unsent[:_TOGETHER], self._unsent[_TOGETHER:]
+        self._sending = bool(events)
+        if events:
+            self._events.put(events)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._events.put([])
+
+    def _write(self) -> None:
+        while events := self._events.get():
+            self.process.send(*events)
+            self._call(self._send)
+
+    def _read(self) -> None:
+        started = False
+        try:
+            self.process.start()
+            started = True
+            while True:
+                self._call(self._hear, self, self.process.receive())
+        except RewardError as error:
+            self._call(self._lose, self, error, self.process.running if started else None)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+_Worker = _LocalWorker | RemoteWorker

@@ -41,6 +41,7 @@ class RecordingPolicy:
     _calls: list[Completion | None] = field(default_factory=list[Completion | None])
     _earned: dict[int, float] = field(default_factory=dict[int, float])  # by call
     _cut_off: bool = False  # the completion that has come last ran into its limit
+    is_cut: bool = False  # the rollout is to end now
 
     async def sample(
         self,
@@ -88,6 +89,11 @@ class RecordingPolicy:
         sequence.tokens, sequence.waiting = (*text, *completion.token_ids.tolist()), False
         self._calls[call], self._cut_off = completion, completion.finish_reason == "length"
         return completion
+
+    @property
+    def waits(self) -> bool:
+        """Whether a call has not returned."""
+        return any(sequence.waiting for sequence in self._sequences)
 
     def room(self, token_ids: Sequence[int]) -> int:
         text = tuple(map(int, token_ids))

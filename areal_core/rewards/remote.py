@@ -1,7 +1,7 @@
 """A reward worker of another machine, as the controller sees it, and the messages between the two, in MessagePack.
 
-    controller --work: a group with completions that have ended, as servers gave them--> worker
-    controller <--outcome: the next requests of the group, or the scored group-- worker
+    controller --work: completions of a group that have ended, as servers gave them, or that it is given up--> worker
+    controller <--at any time, what a group says: its next requests, the scored group, or an error-- worker
 
 Prompts go with the first completions of a group. All else that its rollouts need is in the run's configuration. Every
 worker has a WebSocket of its own: it comes with its connection and is gone with it.
@@ -10,24 +10,26 @@ worker has a WebSocket of its own: it comes with its connection and is gone with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from aiohttp import WSMsgType, web
 
 from areal_core import errors
-from areal_core.api.patience import patience
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import SampledCompletion
-from areal_core.errors import ArealError, GenerationError, RewardError, RewardWorkerError, SessionLostError
+from areal_core.errors import ArealError, GenerationError, RewardError
 from areal_core.rewards.group import Requests
-from areal_core.rewards.worker import Arrived, time_limit
+from areal_core.rewards.worker import Arrived, Event
 from areal_core.types import SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
 
 ANSWER_BYTES = 2**26  # at most
+_GROUP_BYTES = 8
 _ERRORS = {  # that say something of the group
     kind.__name__: kind
     for kind in vars(errors).values()
@@ -38,8 +40,8 @@ _ERRORS = {  # that say something of the group
 class Work(msgspec.Struct, kw_only=True):
     """A message for a worker."""
 
-    forgotten: list[int]  # groups suspended in it that are given up
-    arrived: Arrived
+    group: int
+    arrived: Arrived | None  # None: the group is given up
     bodies: dict[bytes, bytes]  # on the way, by the names that completions have in their place: several may share one
 
 
@@ -50,30 +52,42 @@ class _Outcome(msgspec.Struct):
     says: str = ""
 
 
-def encode_work(forgotten: list[int], arrived: Arrived) -> bytes:
+def encode_work(group: int, arrived: Arrived | None) -> bytes:
     """A message for a worker."""
     names: dict[bytes, bytes] = {}
-    for one in arrived.completions:
+    for one in () if arrived is None else arrived.completions:
         for body, _ in one.completion.segments:
             names.setdefault(body, str(len(names)).encode())
     bodies = {name: body for body, name in names.items()}
-    return msgspec.msgpack.encode(Work(forgotten=forgotten, arrived=_with_bodies(arrived, names), bodies=bodies))
+    return msgspec.msgpack.encode(Work(group=group, arrived=_with_bodies(arrived, names), bodies=bodies))
 
 
-def decode_work(data: bytes) -> Work:
-    """Completions of one body share it."""
+def decode_work(data: bytes) -> tuple[int, Arrived | None]:
+    """A message for a worker. Completions of one body share it."""
     work = msgspec.msgpack.decode(data, type=Work)
-    return msgspec.structs.replace(work, arrived=_with_bodies(work.arrived, work.bodies))
+    return work.group, _with_bodies(work.arrived, work.bodies)
 
 
-def _with_bodies(arrived: Arrived, bodies: Mapping[bytes, bytes]) -> Arrived:
+def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arrived | None:
     """The same completions, with others in the place of their bodies."""
+    if arrived is None:
+        return None
 
     def exchanged(one: SampledCompletion) -> SampledCompletion:
         return replace(one, segments=tuple((bodies[body], choice) for body, choice in one.segments))
 
     completions = [replace(one, completion=exchanged(one.completion)) for one in arrived.completions]
     return replace(arrived, completions=completions)
+
+
+def encode_said(group: int, outcome: Outcome) -> bytes:
+    """What a group says. What can't be sent is an error."""
+    return group.to_bytes(_GROUP_BYTES, "little") + encode_outcome(outcome)
+
+
+def decode_said(data: bytes) -> Event:
+    """What a group says, and its number. An outcome that is none is a RewardError of the group."""
+    return int.from_bytes(data[:_GROUP_BYTES], "little"), decode_outcome(data[_GROUP_BYTES:])
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
@@ -106,52 +120,38 @@ def decode_outcome(data: bytes) -> Outcome:
     return message.scored or tuple(message.requests or ())
 
 
-SILENT_S = 10.0  # after which a connection that nothing comes through is lost, and an answer that is overdue
+SILENT_S = 10.0  # after which a connection that nothing comes through is lost
 
 
 class RemoteWorker:
-    """The worker at the other end of a connection."""
+    """The worker at the other end of a connection. Its machine sees to time limits."""
 
     def __init__(self, place: int, socket: web.WebSocketResponse) -> None:
         self.place = place
-        self.forgotten: list[int] = []  # groups suspended in it that are given up
+        self.sessions: dict[int, Any] = {}
         self._socket = socket
-        self._answer: asyncio.Future[bytes] | None = None  # to the message that it works on
+        self._events = asyncio.Queue[Event]()
         self._closing: asyncio.Task[bool] | None = None
 
-    @property
-    def alive(self) -> bool:
-        return not self._socket.closed
+    def send(self, group: int, message: Arrived | None) -> None:
+        self._events.put_nowait((group, message))
 
-    async def ask(self, message: Arrived, timeout_s: float) -> Outcome:
-        """As WorkerProcess.ask. The limit is kept where the worker is: raises RewardWorkerError for an answer that has
-        not come soon after it, and SessionLostError where the connection is lost, which is no group's fault."""
-        forgotten, self.forgotten = self.forgotten, []
-        answer = self._answer = asyncio.get_running_loop().create_future()
+    async def follow(self, hear: Callable[[Event], None]) -> None:
+        """Exchange messages until its connection ends."""
+        writing = asyncio.ensure_future(self._write())
         try:
-            async with patience(time_limit(message, timeout_s) + SILENT_S):
-                await self._socket.send_bytes(encode_work(forgotten, message))
-                return decode_outcome(await answer)
-        except TimeoutError:
-            raise RewardWorkerError("the machine of the reward worker that has this group does not answer") from None
-        except ConnectionError:
-            raise _lost() from None
+            async for message in self._socket:
+                if message.type is WSMsgType.BINARY:
+                    hear(decode_said(message.data))
         finally:
-            self._answer = None
+            writing.cancel()
 
-    async def follow(self) -> None:
-        """Take its answers in until its connection ends."""
-        async for message in self._socket:
-            if message.type is WSMsgType.BINARY and self._answer is not None and not self._answer.done():
-                self._answer.set_result(message.data)
+    async def _write(self) -> None:
+        with suppress(ConnectionError):  # as `follow` will find
+            while True:
+                await self._socket.send_bytes(encode_work(*await self._events.get()))
 
     def kill(self) -> None:
         """Close its connection, at which it begins anew by itself."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(_lost())
         if self._socket.prepared:
             self._closing = asyncio.ensure_future(self._socket.close())
-
-
-def _lost() -> SessionLostError:
-    return SessionLostError("the reward worker that had this group is gone with its machine")

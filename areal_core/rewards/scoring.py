@@ -11,7 +11,7 @@ import numpy as np
 from areal_core.algorithm.advantages import discounted
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.errors import RewardError
+from areal_core.errors import GenerationError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.record import number
 from areal_core.types import (
@@ -30,10 +30,12 @@ def scored_group(
 ) -> ScoredGroup:
     """Pack rollouts whose sequences are recorded. `sampled_tokens`: of all their calls. `metrics`: numbers of the group
     beside those of its environment, by curve name. Raises RewardError where none has a result, and for numbers that are
-    none."""
+    none; GenerationError where all were cut."""
     rewards = [
         None if rollout.reward is None else number("a reward", rollout.reward, " or None") for rollout in rollouts
     ]
+    if all(rollout.outcome is Outcome.CUT for rollout in rollouts):
+        raise GenerationError("rollout.deadline_s: no rollout of the group has ended")
     if all(reward is None for reward in rewards):
         raise RewardError("the verifier found no result for any completion of the group")
     for rollout in rollouts:

@@ -1,30 +1,40 @@
 """What a reward worker is: a process that runs the rollouts of groups, their verification and packing.
 
-A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
-take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
-it gets a RewardError, which says nothing about the completions, and starts another one. Then each completion of the
-group is judged in a worker of its own (`Arrived.apart`, `judged_apart`), so that only the one at fault is lost.
+    controller --messages of groups: completions that have ended, or that a group is given up--> worker
+    controller <--what groups say, at any time: their next requests, scored groups, errors-- worker
+
+An event loop runs all groups of a worker, and waits for none of them. A verifier may hang or end the process. Then the
+group whose code ran gets a RewardError, which says nothing about its completions, and the others begin again in another
+worker. Next each completion of that group is judged in a worker of its own (`Arrived.apart`, `judged_apart`), so that
+only the one at fault is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import faulthandler
 import functools
-import io
+import inspect
+import mmap
 import os
+import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pickle import PicklingError
 from types import FrameType
 from typing import Any
 
@@ -37,234 +47,305 @@ from areal_core.environments.registry import open_environment, open_judge
 from areal_core.environments.verdicts import Apart, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.group import GroupRollout, Requests
+from areal_core.rewards.group import GroupRollout, known_error, note_failure, step_ended, tear_down, unlimited
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Outcome, Prompt
 
 _START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
 _OPEN_S = 120.0  # for the verifier of a process to be imported
 _LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
+_END_S = 10.0  # for environments to be torn down
+_CHECK_S = 0.5  # between two looks at a process that says nothing
+_GROUP, _SINCE, _TAKEN = range(3)  # numbers that a worker notes where its parent sees them; see WorkerProcess
+
+Event = tuple[int, Any]  # a group's number, and a message for it or what it says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """Completions of a group that have ended."""
+    """A message for a group: completions that have ended, of which there may be none."""
 
-    group: int  # its id in the worker
-    prompt: Prompt | None  # with the first ones
+    prompt: Prompt | None  # with the first one
     completions: Sequence[Arrival]
     apart: bool = False  # each verdict is found in a process of its own
     n: int = 1  # rollouts of the group
     shown: bool = False  # its rollouts are asked for, not only their payload
-
-
-def _is_apart(message: Any) -> bool:
-    """Whether each of its verdicts has a worker of its own, which sees to its time."""
-    return getattr(message, "apart", False)
-
-
-def time_limit(message: Any, limit_s: float) -> float:
-    """Seconds that a worker has for a message, where one verdict has `limit_s`."""
-    each_s = limit_s + _START_S + _OPEN_S if _is_apart(message) else limit_s
-    return each_s * max(1, len(getattr(message, "completions", ())))
+    cut: bool = False  # instead of completions: the rollouts that have not ended are to end
 
 
 class WorkerProcess:
-    """A worker and its parent's end of the pipe to it. It dies with the thread that makes it."""
+    """A worker and its parent's end of the pipe to it. It dies with the thread that makes it. One thread may send while
+    another receives."""
 
-    def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None) -> None:
-        """`function`: what it does with a message. `place`: its number in the run. `timeline`: the file of what it did
-        when."""
+    def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None, limit_s: float) -> None:
+        """`function`: what it does with the first message of a group. It returns a GroupRollout, which gets the further
+        ones, or the group's result, which may be awaitable. `place`: its number in the run. `timeline`: the file of
+        what it did when. `limit_s`: of a verdict, and of whatever blocks it."""
         self.place = place
-        self.forgotten: list[int] = []  # groups suspended in it that are given up
+        self.limit_s = limit_s
         self._pipe, theirs = Pipe()
-        self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))  # the same, for its time limits
-        self._started = False
-        self._cpu_s = 0.0  # that the process has used, as it says
-        self._file = timeline
-        self._timeline: TimelineWriter | None = None
+        self._sent, self._sent_at = 0, 0.0  # messages, and when the oldest was that it has perhaps not taken
+        limit = struct.pack("ll", int(_START_S), 0)  # of a message that stops halfway
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        shared = os.memfd_create("reward-worker")
+        os.ftruncate(shared, 3 * 8)
+        self._noted = _noted(shared)
+        fds = (theirs.fileno(), shared)
         with theirs:  # closed here, so that the process' death reads as end-of-file
-            command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {place})"]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            command = [sys.executable, "-c", f"from {__name__} import serve; serve{(*fds, place)}"]
+            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        os.close(shared)
         with suppress(OSError):  # it has ended, as `start` will find
-            self._pipe.send(function)
+            self._pipe.send((function, timeline))
 
     @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
+    def running(self) -> int:
+        """The group whose code it runs, or ran last where it is dead; 0: none."""
+        return int(self._noted[_GROUP])
 
     def start(self) -> None:
         """Blocks until it is ready. Raises RewardWorkerError."""
         try:
-            if not self._started:
-                self._receive(time.monotonic() + _START_S)
-                self._started = True
-                self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
-        except BlockingIOError:
-            raise RewardWorkerError("the reward worker did not start") from None
+            if not self._pipe.poll(_START_S):
+                raise RewardWorkerError("the reward worker did not start")
+            self._pipe.recv()
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died as it started") from error
 
-    def ask(self, message: Any, limit_s: float) -> Any:
-        """Blocks until the result is there, a returned ArealError included. One verdict has `limit_s` seconds. Raises
-        RewardTimeoutError or RewardWorkerError when it does not come: then the worker is of no more use. Raises OSError
-        for a timeline that can't be written."""
-        self.start()
-        start, whole_s = time.monotonic(), time_limit(message, limit_s)
+    def send(self, *events: Event) -> None:
+        """Blocks until they are on the way. A message None gives its group up. A dead worker is for `receive`."""
+        if self._noted[_TAKEN] == self._sent:
+            self._sent_at = time.monotonic()
+        self._sent += 1
+        with suppress(OSError):
+            self._pipe.send((self.limit_s, events))
+
+    def receive(self) -> Event:
+        """Blocks until a group says something: requests, its result, or an ArealError. Raises RewardTimeoutError or
+        RewardWorkerError for a worker that is of no more use; `running` is at fault then."""
         try:
-            forgotten, self.forgotten = self.forgotten, []
-            deadline = start + whole_s + _LAST_WORDS_S
-            self._limit(deadline)
-            self._pipe.send((forgotten, limit_s, message))
-            result = self._receive(deadline)
-        except BlockingIOError:
-            said = f"the reward worker did not respond in {whole_s:g} s (rollout.reward_timeout_s)"
-            raise RewardTimeoutError(said) from None
-        except (EOFError, OSError) as error:
+            while not self._pipe.poll(_CHECK_S):
+                if self._hangs():
+                    break
+            else:
+                return self._pipe.recv()
+        except Exception as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
-        if isinstance(result, RewardTimeoutError):
+        said = f"the reward worker did not respond in {self.limit_s:g} s (rollout.reward_timeout_s)"
+        raise RewardTimeoutError(said)
+
+    def ask(self, message: Any) -> Any:
+        """The result of a group of one message. Raises as `receive`, and what the group has failed with."""
+        self.send((1, message))
+        _, result = self.receive()
+        if isinstance(result, ArealError):
             raise result
-        if self._timeline is not None:
-            self._timeline.span("score", start, time.monotonic())
         return result
+
+    def end(self) -> None:
+        """Blocks until it has torn its environments down, or for a while."""
+        self.send((0, None))
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._socket.close()
 
-    def _receive(self, deadline: float) -> Any:
-        self._limit(deadline)
-        result, self._cpu_s = self._pipe.recv()
-        return result
-
-    def _limit(self, deadline: float) -> None:
-        """Have the pipe raise BlockingIOError when it blocks beyond `deadline`, in monotonic time, in either direction:
-        a worker that was stopped takes nothing more in."""
-        left_us = max(1, round(1e6 * (deadline - time.monotonic())))  # 0 would be for ever
-        limit = struct.pack("ll", *divmod(left_us, 10**6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
+    def _hangs(self) -> bool:
+        """Whether it runs code of one group for too long, in native code or stopped, or takes no message in."""
+        group, since, taken = self._noted
+        late = time.monotonic() - self.limit_s - _LAST_WORDS_S
+        return bool(group and since < late) or (taken < self._sent and max(since, self._sent_at) < late)
 
 
-def serve(fd: int, place: int) -> None:
-    """The worker process: one message after the other until the pool is gone. Every result carries the CPU seconds that
-    the process has used so far; the first one says that it is ready."""
+def _noted(fd: int) -> Any:
+    """The numbers that a worker notes, in memory that it shares with its parent."""
+    return memoryview(mmap.mmap(fd, 3 * 8)).cast("d")
+
+
+# -- in the process ----------------------------------------------------------------------------------------------------
+
+
+def serve(fd: int, shared: int, place: int) -> None:
+    """The worker process, until its parent closes the pipe. The first thing that it sends says that it is ready."""
     from areal_core.launch import logs
     from areal_core.launch.process import die_with_parent
 
     logs.start("reward", place)
     die_with_parent()
     faulthandler.enable()
-    pipe = Connection(fd)
-    function: Callable[[Any], Any] = pipe.recv()
-    pipe.send((None, time.process_time()))
-    while True:
-        if _suspended:
-            _loop().run_until_complete(_readable(pipe))  # what they do beside waiting for the policy goes on
+    loop = _Loop(Connection(fd), _noted(shared))
+    loop.run_forever()
+    loop.run_until_complete(tear_down())
+
+
+_group: ContextVar[int] = ContextVar("group", default=0)  # whose code runs in this context; 0: the worker's own
+
+
+class _Selector(selectors.DefaultSelector):
+    """Writes into the timeline when the process did something between two waits."""
+
+    timeline: TimelineWriter | None = None
+    _since = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        waits = timeout is None or timeout > 0
+        if waits and self.timeline is not None and self._since:
+            self.timeline.span("score", self._since, time.monotonic())
+        ready = super().select(timeout)
+        if waits:
+            self._since = time.monotonic()
+        return ready
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Runs the groups of a worker. It knows whose code each of its steps runs, and how long a step may take."""
+
+    def __init__(self, pipe: Connection, noted: Any) -> None:
+        selector = _Selector()
+        super().__init__(selector)
+        self._pipe, self._noted = pipe, noted
+        self._pid = os.getpid()
+        self._limit_s = 0.0
+        self._open: dict[int, tuple[contextvars.Context, GroupRollout | asyncio.Task[Any]]] = {}
+        self._function, timeline = pipe.recv()
+        if timeline is not None:
+            selector.timeline = TimelineWriter(timeline, cpu=time.process_time)
+        signal.signal(signal.SIGALRM, self._end)
+        verdicts.on_verdict = self._start_limit
+        self.add_reader(pipe.fileno(), self._receive)
+        self._noted[_SINCE] = time.monotonic()
+        self._tell(0, None)
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        return super().call_soon(self._step, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return super().call_at(when, self._step, callback, *args, context=context)
+
+    def _step(self, callback: Callable[..., Any], *args: Any) -> Any:
+        """Run some code of the group whose context this is, or of the worker."""
+        if not (group := _group.get()):
+            return callback(*args)
+        self._start_limit()
+        self._noted[_GROUP] = group
         try:
-            forgotten, limit_s, message = pipe.recv()
-        except EOFError:
+            return callback(*args)
+        except (SystemExit, KeyboardInterrupt):
+            return None  # its task has it
+        finally:
+            if os.getpid() != self._pid:  # a fork of the user's, which has no business here
+                os._exit(1)
+            self._noted[_GROUP] = 0
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            step_ended()
+
+    def _start_limit(self) -> None:
+        """A step or a verdict begins: have SIGALRM come once it takes too long."""
+        if _group.get():
+            self._noted[_SINCE] = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+
+    def _end(self, _: int, frame: FrameType | None) -> None:
+        """On SIGALRM, say where the process hangs, and end it. Native code may keep it from that."""
+        if group := _group.get():
+            self._tell(group, RewardTimeoutError(verdicts.hung(traceback.extract_stack(frame), self._limit_s)))
+            os._exit(1)
+
+    def _receive(self) -> None:
+        try:
+            self._limit_s, events = self._pipe.recv()
+        except (EOFError, OSError):
+            self.stop()
             return
-        for group in forgotten:
-            if group in _suspended:
-                _suspended.pop(group).close()
-        tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
-        with limited(tell, None if _is_apart(message) else limit_s):
-            result = attempt(function, message)
-        tell(result)
+        verdicts.limit_s = self._limit_s
+        self._noted[_SINCE] = time.monotonic()
+        self._noted[_TAKEN] += 1
+        for group, message in events:
+            self._take(group, message)
+
+    def _take(self, group: int, message: Any) -> None:
+        if not group:
+            self.stop()
+            return
+        context, its = self._open.get(group, (None, None))
+        if message is None:
+            if its is not None:
+                self._close(group)
+        elif context is not None and isinstance(its, GroupRollout):
+            error = context.run(self._step, attempt, its.cut if message.cut else its.deliver, message.completions)
+            if error is not None:
+                self._close(group)
+                self._tell(group, error)
+        elif not isinstance(message, Arrived) or message.prompt is not None:  # else it has failed meanwhile
+            context = contextvars.copy_context()
+            context.run(_group.set, group)
+            its = context.run(self._step, attempt, self._function, message)
+            if inspect.isawaitable(its):
+                its = context.run(asyncio.ensure_future, its)
+            if isinstance(its, GroupRollout | asyncio.Task):
+                self._open[group] = context, its
+                self.create_task(self._follow(group, its))
+            else:
+                self._tell(group, its)
+
+    async def _follow(self, group: int, its: GroupRollout | asyncio.Task[Any]) -> None:
+        """Tell what a group says until it has ended or is given up."""
+        while group in self._open:
+            try:
+                said = await (its.said() if isinstance(its, GroupRollout) else its)
+            except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
+                said = known_error(error)
+            if group not in self._open:
+                return
+            if isinstance(its, asyncio.Task) or isinstance(said, ScoredGroup | ArealError):
+                self._close(group)
+            self._tell(group, said)
+
+    def _close(self, group: int) -> None:
+        _, its = self._open.pop(group)
+        its.cancel() if isinstance(its, asyncio.Task) else its.close()
+
+    def _tell(self, group: int, said: Any) -> None:
+        try:
+            self._pipe.send((group, said))
+        except (TypeError, AttributeError, PicklingError) as error:
+            self._pipe.send((group, RewardError(f"environment: what it gives can't be sent: {error}")))
 
 
 def attempt(function: Callable[[Any], Any], message: Any) -> Any:
-    """The result of a call, or the ArealError that it raises. Any other exception is a bug of the user's."""
-    pid = os.getpid()
+    """The result of a call, or an ArealError for what it raises."""
     try:
         return function(message)
-    except ArealError as error:
-        known = type(error).__module__ == ArealError.__module__
-        return error if known else RewardError(str(error))  # a class of the user's may not be known elsewhere
     except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
-        return VerifierError(verdicts.explained("the environment", error))
-    finally:
-        if os.getpid() != pid:  # a fork of the user's, which has no business here
-            os._exit(1)
+        return known_error(error)
 
 
-@contextmanager
-def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float | None) -> Iterator[None]:
-    """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. Native code may keep it
-    from that. None: there is no limit."""
-
-    def end(_: int, frame: FrameType | None) -> None:
-        tell(RewardTimeoutError(verdicts.hung(frame, limit_s or 0.0, _waiting())))
-        os._exit(1)
-
-    signal.signal(signal.SIGALRM, end)
-    verdicts.limit(limit_s)
-    try:
-        yield
-    finally:
-        verdicts.limit(None)
-
-
-def _waiting() -> str:
-    """The stacks of coroutines, where all of them wait for something."""
-    loop, stacks = _loop(), io.StringIO()
-    if not loop.is_running() or asyncio.current_task(loop) is not None:
-        return ""
-    for task in asyncio.all_tasks(loop):
-        task.print_stack(limit=4, file=stacks)
-    return stacks.getvalue()
-
-
-_suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy
-_loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
-
-
-async def _readable(pipe: Connection) -> None:
-    readable, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(pipe.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(pipe.fileno())
-
-
-def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | ScoredGroup:
-    """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done. The tokenizer
-    is in the folder `model_path`."""
-    global _running
-    if message.prompt is None:
-        rollout = _suspended.pop(message.group)
-    else:
-        rollout = GroupRollout(_environment(config, model_path, message.apart), message.prompt, config, n=message.n)
-    _running = rollout
-    try:
-        outcome = _loop().run_until_complete(rollout.advance(message.completions))
-    except RewardError as error:
-        raise error if rollout.failure is None else VerifierError(rollout.failure) from error
-    if isinstance(outcome, ScoredGroup):
-        samples = rollout.samples(Tokenizer.from_folder(model_path)) if message.shown else ()
-        return replace(outcome, failure=rollout.failure, samples=samples)
-    _suspended[message.group] = rollout
-    return outcome
-
-
-_running: GroupRollout | None = None  # in a worker: the group that its message is for
+def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRollout:
+    """In a worker: begin the rollouts of a group. The tokenizer is in the folder `model_path`."""
+    assert message.prompt is not None
+    its = config.of(message.prompt.task)
+    environment = _environment(its, model_path, message.apart)
+    shown_with = Tokenizer.from_folder(model_path) if message.shown else None
+    rollout = GroupRollout(environment, message.prompt, its, n=message.n, shown_with=shown_with)
+    rollout.deliver(message.completions)
+    return rollout
 
 
 def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text, from a worker of its own. Raises RewardTimeoutError with its stack for a verifier that
     hangs, VerifierError for one that ends its process, ConfigError for one that can't be imported, what the verifier
     raises, and RewardError where no worker starts, which says nothing about the verifier."""
-    worker = WorkerProcess(functools.partial(_verdict, config), 0, None)
+    worker = WorkerProcess(functools.partial(_verdict, config), 0, None, _OPEN_S)
     name, started = config.environment.judged_by, False
     try:
         worker.start()
         started = True
-        found = worker.ask(None, _OPEN_S)  # the import of its verifier is no time for the verdict
-        if found is None:
-            found = worker.ask((prompt, text), config.rollout.reward_timeout_s)
+        worker.ask(_IMPORT)  # which is no time for the verdict
+        worker.limit_s = config.rollout.reward_timeout_s
+        return worker.ask((prompt, text))
     except RewardTimeoutError as error:
         said = str(error)  # in native code it could not say more
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
@@ -276,40 +357,32 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
     finally:
         worker.kill()
-    if isinstance(found, ArealError):
-        raise found
-    return found
 
 
-def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+async def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
     try:
-        return outcome_apart(config, prompt, text)
+        with unlimited():
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(_one_at_a_time(), outcome_apart, config, prompt, text)
     except (RewardTimeoutError, VerifierError) as error:
         return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
 
 
-def _verdict(config: RunConfig, judged: tuple[Prompt, str] | None) -> Verdict | None:
-    """In a worker: in an event loop, as environments call a verifier. None: only import the verifier."""
+_one_at_a_time = functools.cache(functools.partial(ThreadPoolExecutor, 1))
+_IMPORT = "import"
+
+
+def _verdict(config: RunConfig, judged: tuple[Prompt, str] | str) -> Awaitable[Verdict] | None:
+    """In a worker: the verdict on a text. _IMPORT: only import the verifier."""
     judge = _judge(config)
-    if judged is None:
-        return None
-
-    async def verdict() -> Verdict:
-        return judge(*judged, truncated=False)
-
-    return _loop().run_until_complete(verdict())
+    return None if isinstance(judged, str) else judge(*judged, truncated=False)
 
 
 _judge = functools.cache(open_judge)
 
 
-def _failed(failure: str) -> None:
-    if _running is not None and _running.failure is None:
-        _running.failure = failure
-
-
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
     verify = Apart(judged_apart, config) if apart else None
-    return open_environment(config, Tokenizer.from_folder(model_path), _failed, verify)
+    return open_environment(config, Tokenizer.from_folder(model_path), note_failure, verify)

@@ -20,7 +20,7 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
-from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.dialogue import stops_by_task
 from areal_core.errors import ConfigError
 from areal_core.evaluation.sampling import Benchmark, Collector, open_benchmark
 from areal_core.evaluation.scores import (
@@ -177,7 +177,7 @@ async def _complete(
         records,
         tokenizer,
         rewards,
-        stop_token_ids=Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path),
+        stop_token_ids=stops_by_task(config, tokenizer, model_path),
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
     )
     count, completions = run.config().generation_servers, config.completions_per_server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -64,7 +65,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         except ProcessError as error:
             raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
-        source = _check_task(config, char_tokenizer(), log)
+        source = open_source(config, char_tokenizer(), functools.partial(_check_task, log))
     else:
         with _model_path():
             folder = model_folder(config, log)
@@ -100,23 +101,23 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     with _model_path():
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
-    needed = config.task.max_prompt_tokens + config.task.max_new_tokens
+    needed = config.context
     if spec.context < needed:
         raise ConfigError(
             f"task.max_new_tokens: prompt and completion need {needed} tokens (max_prompt_tokens + max_new_tokens), "
             f"more than the context of {folder}, {spec.context}"
         )
-    ends = Dialogue(config.task.chat, tokenizer).stop_token_ids(folder)
-    if not ends:
+    ends = [Dialogue(its.task.chat, tokenizer).stop_token_ids(folder) for its in config.by_task.values()]
+    if not all(ends):
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
-    for token in set(ends) - set(spec.eos_token_ids):
+    for token in set[int]().union(*ends) - set(spec.eos_token_ids):
         text = tokenizer.decode([token], special=True)
         log(f"task.chat: completions also end on {text!r}, as turns of the chat template do; eos_token_id lacks it")
     trained_shapes(spec, config.training.lora.adapter)  # its targets
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     with _model_path(f"{folder}: "):
-        return _check_task(config, tokenizer, log)
+        return open_source(config, tokenizer, functools.partial(_check_task, log))
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -130,16 +131,13 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
             raise ConfigError(f"{field}.engine: must be {wanted} for {folder}, got {engine!r}, for which {why}")
 
 
-def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSource:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the prompts. Raises
-    UserCodeError for a verifier that fails on the first one."""
+def _check_task(log: Log, config: RunConfig, tokenizer: Tokenizer, source: PromptSource) -> None:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Raises UserCodeError for a verifier
+    that fails on the first prompt."""
     open_environment(config, tokenizer)
-    source = open_source(config, tokenizer)
     held_out = source.held_out()
-    trains = config.task.name != "rows" or config.task.path is not None
-    if first := ([source.prompt(0)] if trains else held_out[:1]):
+    if first := ([source.prompt(0)] if config.task.trains else held_out[:1]):
         _try_verifier(config, first[0], log)
-    return source
 
 
 def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:

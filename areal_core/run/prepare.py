@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from areal_core.config.fields import check_file_name, leaves
+from areal_core.config.fields import check_file_name, leaves, of_task
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import check_digests, data_set
 from areal_core.errors import ConfigError
@@ -68,8 +68,10 @@ def prepare(
         if run.summary.exists() and not _extends(run, config):
             log(f"run {run_id} has already finished")
             return run
-    if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
-        raise ConfigError("task.path: must be given, a file of prompts to train on")
+    for name, its in config.by_task.items():
+        with of_task(name):
+            if not its.task.trains:  # which is enough for an evaluation
+                raise ConfigError("task.path: must be given, a file of prompts to train on")
     prompts = preflight(config, log, resumed=resumed)
     if resumed:
         check_digests(run.info().prompts, prompts)
@@ -131,9 +133,9 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
         return None, None
     from areal_core.tracking.mlflow_client import experiment_of, start_run  # seconds of imports
 
-    inputs = [dataclasses.asdict(data_set(config, "training"))]
-    if config.evaluated:
-        inputs.append(dataclasses.asdict(data_set(config, "evaluation")))
+    contexts: tuple[Literal["training", "evaluation"], ...] = ("training", "evaluation")[: 1 + config.evaluated]
+    sets = dict.fromkeys(data_set(its, context) for context in contexts for its in config.by_task.values())
+    inputs = [dataclasses.asdict(each) for each in sets]  # tasks may have the same
     opened = start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
     return experiment_of(uri, opened), opened
 
@@ -163,9 +165,9 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
 
 def _description(config: RunConfig, checkpoint_url: str, flow_run_page: str | None) -> str:
     """What the run does, and where the rest of it is, for its page."""
-    task, model = config.task, f"`{config.model.path}`" if config.model.path else "The embedded model"
+    model = f"`{config.model.path}`" if config.model.path else "The embedded model"
     return (
-        f"{model} learns {task.path or task.dataset or task.name}: {config.training.steps} steps of "
+        f"{model} learns {config.task_label}: {config.training.steps} steps of "
         f"{config.rollout.batch_size} completions, {config.mode}, max_staleness {config.max_staleness}, "
         f"seed {config.seed}.\n\nCheckpoints: `{checkpoint_url}`"
         + (f"; [its flow run]({flow_run_page})." if flow_run_page else ".")
@@ -193,10 +195,11 @@ def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
 
 def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: Sequence[str]) -> None:
     """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
-    new = dict(leaves(now.to_dict()))
-    for name, old in leaves(before):
-        if new.get(name) != old and not any(fnmatchcase(name, pattern) for pattern in may_change):
+    old, new = dict(leaves(before)), dict(leaves(now.to_dict()))
+    for name in (*old, *(name for name in new if name.endswith(".ratio"))):  # which every task of a mixture has
+        known = re.sub(r"^tasks\.\w+\.", "", name)
+        if new.get(name) != old.get(name) and not any(fnmatchcase(known, pattern) for pattern in may_change):
             raise ConfigError(
-                f"{name}: must be {old!r} as when this run was started, got {new.get(name)!r}; "
+                f"{name}: must be {old.get(name)!r} as when this run was started, got {new.get(name)!r}; "
                 f"a resumed run may only change {', '.join(may_change)}"
             )

@@ -177,11 +177,11 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
 def _server(
     run: RunDir, config: RunConfig, role: str, index: int, engine: str, device: str, *options: Any
 ) -> list[str]:
-    """The command line of a generation server: of the base model, in the lengths of the task."""
+    """The command line of a generation server: of the base model, in the lengths of the tasks."""
     served = (
         *("--model", run.info().model_path, "--port", 0, "--token-file", run.token_file),
         *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
-        *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
+        *("--context", config.context),
         *options,
     )
     if not known_generation(engine).own_server:

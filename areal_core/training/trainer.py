@@ -145,7 +145,7 @@ class Trainer:
     def _build(self, manifest: BatchManifest, controller: ControllerClient) -> TrainingBatch:
         """This rank's share of the batch. Every rank derives the same partition from the manifest."""
         config = self.config
-        credits = advantages_of(manifest.groups, config.algorithm, config.task.max_new_tokens)
+        credits = advantages_of(manifest.groups, config.algorithm, config.max_new_tokens)
         shares = shard(
             [self._costs(group, credit) for group, credit in zip(manifest.groups, credits, strict=True)],
             config.training.minibatches,
@@ -165,7 +165,7 @@ class Trainer:
             credits,
             capacity=config.training.microbatch_tokens,
             algorithm=config.algorithm,
-            max_new_tokens=config.task.max_new_tokens,
+            max_new_tokens=config.max_new_tokens,
             share_prompts=self._shares_prompts,
         )
 

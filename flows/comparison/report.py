@@ -95,7 +95,7 @@ def _header(arms: Arms, results: Results) -> list[str]:
     config, reference = results[0].trial.config, next(iter(arms))
     model = f"model {config.model.path}" if config.model.path else "the embedded model"
     facts = [
-        f"Experiment {config.name}: {config.emulated_cluster or f'{config.task.name}, {model}'}; "
+        f"Experiment {config.name}: {config.emulated_cluster or f'{config.task_label}, {model}'}; "
         f"devices: {config.launch.devices}.",
         f"Seeds {', '.join(map(str, _seeds(results)))}, the same in every arm; {len(results)} trials.",
         f"Planned: {config.rollout.batch_size * config.training.steps:,} trajectories a trial, in groups of "

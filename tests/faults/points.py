@@ -103,7 +103,7 @@ POINTS = [
     *_around("server.pause", SERVER, f"{_ENGINE}.pause", 2),
     *_around("server.swap", SERVER, _SWAP, 2),
     *_around("server.resume", SERVER, f"{_ENGINE}.resume", 2),
-    *_around("reward.result", REWARD, "areal_core.rewards.group:GroupRollout.advance", 5),
+    *_around("reward.result", REWARD, "areal_core.rewards.group:GroupRollout.deliver", 5),
     *_around("weights.file", TRAINER, "areal_core.storage.weights:write_tensors", 2),
     *_around("weights.manifest", TRAINER, "areal_core.storage.weights:write_json", 2),
     *_around("weights.release", TRAINER, "areal_core.storage.weights:release", 3),

@@ -66,7 +66,9 @@ def collect(file, urls, *, completions=16, check=verify, until=None):
             if done == until:
                 enough.set()
 
-        collector = Collector(BENCHMARK, records, TOKENIZER, rewards(check), stop_token_ids=(END,), on_record=on_record)
+        collector = Collector(
+            BENCHMARK, records, TOKENIZER, rewards(check), stop_token_ids={"": (END,)}, on_record=on_record
+        )
 
         async def work(client):
             with contextlib.suppress(ServerLostError):
@@ -116,7 +118,7 @@ def collect_here(file, engine, version=BASE):
     """The records of an engine that this process steps itself."""
 
     async def run(records):
-        ends = {"stop_token_ids": (END,), "version": version.version}
+        ends = {"stop_token_ids": {"": (END,)}, "version": version.version}
         collector = Collector(BENCHMARK, records, TOKENIZER, rewards(verify), **ends)
         async with asyncio.timeout(240):
             await OwnEngine(engine, slots=8).work_on(collector, version)

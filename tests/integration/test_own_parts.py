@@ -3,6 +3,7 @@ path, and a model that only vLLM and transformers can run."""
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import sqlite3
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
         losses = outbox.execute("SELECT value FROM metrics WHERE key = 'loss/policy'").fetchall()
     assert len(losses) == TURN_STEPS
     assert any(value != 0 for (value,) in losses), "no trajectory had an advantage: nothing was trained on"
+
+
+def test_mixture_of_three_environments_trains_and_has_curves_by_task(tmp_path: Path) -> None:
+    limits = {"held_out": 8, "max_operations": 2, "max_new_tokens": 24}
+    environments = {"once": "single_turn", "twice": "two_turn", "tools": "calculator"}
+    tasks = {name: {"task": limits, "environment": {"name": its}} for name, its in environments.items()}
+    tasks["once"]["ratio"] = 2
+    config = tiny(tmp_path, tasks=tasks, training={"steps": STEPS}, rollout={"max_staleness": 0})
+    assert execute(config, run_id="mixed", log=lambda line: None).steps == STEPS
+    with contextlib.closing(Outbox(run_folder(config, "mixed").outbox, "mixed")) as outbox:
+        curves = outbox.history()
+    for key, task in itertools.product(("reward/mean", "reward/correct", "completion/tokens_mean"), environments):
+        assert [step for step, _ in curves[f"{key}/{task}"]] == [1, 2]
+    once, twice, tools, all_ = (dict(curves["completion/tokens_mean" + of]) for of in ("/once", "/twice", "/tools", ""))
+    assert all_[1] == pytest.approx(once[1] / 2 + twice[1] / 4 + tools[1] / 4)  # a batch of all groups has the ratios
 
 
 @pytest.mark.vllm

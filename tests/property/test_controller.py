@@ -7,8 +7,9 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from areal_core.api.rollouts import trajectory_seed
 from areal_core.config.schema import load
 from areal_core.controller.core.controller import RolloutController
 from areal_core.controller.core.ledger import AdmittedGroup, TrajectoryLedger
+from areal_core.environments.source import MixedSource
 from areal_core.errors import (
     ConfigError,
     GenerationError,
@@ -56,6 +58,7 @@ def build(
     right: float = 0.0,
     max_zero_variance: int | None = None,
     more: float = 0.0,
+    tasks: dict[str, Any] | None = None,
     **faults: float,
 ):
     """`max_zero_variance`: sample dynamically, and give up after so many groups in a row."""
@@ -65,6 +68,7 @@ def build(
     config = load(
         {
             "seed": seed,
+            "tasks": tasks or {},
             "mode": "async",
             "algorithm": {"group_size": group},
             "rollout": {
@@ -90,14 +94,17 @@ def build(
     ledger.counters.join("engine", "", 0)
     ledger.engine_limit = lambda: (engine.version + eta + 1) * batch
     ledger.publish(PolicyVersion(version=0, path="base", digest="0"))
+    ratios = {name: mixed.ratio for name, mixed in config.tasks.items()}
+    source = MixedSource(dict.fromkeys(ratios, Prompts()), ratios, seed) if tasks else Prompts()
     controller = RolloutController(
         config=config,
-        source=Prompts(),
+        source=source,
         engine=engine,
         rewards=FakeRewards(rng, n=group, fail=faults.get("reward", 0.0), right=right, more=more),
         payloads=FakePayloads(),
         ledger=ledger,
-        stop_token_ids=(1,),
+        stop_token_ids={name: (place,) for place, name in enumerate(config.by_task, 1)},
+        opens_with_prompt=dict.fromkeys(config.by_task, True),
     )
     engine.freed = controller.freed.notify
     return config, rng, engine, ledger, controller
@@ -252,6 +259,45 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
     assert set(before) <= consumed | {group.group_id for group in ledger.inflight()}
     for group_id, prompt_index in before.items():
         assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**40), lives=st.lists(st.floats(0.01, 20.0), min_size=1, max_size=4))
+def test_killed_and_resumed_mixture_has_the_prompts_of_an_undisturbed_run(seed, lives):
+    ratios = {"a": 1, "b": 2, "c": 3}
+    tasks = {name: {"ratio": ratio, "task": {"max_new_tokens": 10 * ratio}} for name, ratio in ratios.items()}
+    sent = {}  # stop token and limit, by the seed of the request
+    *_, ledger, _ = build(seed, steps=1000, eta=1, tasks=tasks)
+
+    async def live(engine: FakeEngine, controller: RolloutController, seconds: float) -> None:
+        serve, ledger.engine_limit, engine.version = engine.serve, lambda: 10**9, ledger.versions.last()
+
+        async def noted(request: GenerationRequest) -> bytes:
+            sent.setdefault(request.seed, (*request.stop_token_ids, request.max_tokens))
+            return await serve(request)
+
+        async def trained() -> None:
+            for step in itertools.count(ledger.versions.last() + 1):
+                assert await controller.batch(step, timeout_s=1000.0)
+                batch = [controller.source.prompt(index).task for index in ledger.prompt_indices(step)]
+                assert [summary.task for summary in ledger.summaries(step)] == batch
+                controller.publish(PolicyVersion(version=step, path="", digest=f"{step}"))
+
+        engine.serve = noted
+        async with runs(controller, reason=None):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(trained(), seconds)
+
+    for seconds in (*lives, 20.0):
+        _, _, engine, _, controller = build(seed, steps=1000, eta=1, tasks=tasks)
+        controller.ledger = ledger
+        ledger.resume(1000)
+        run_virtual(live(engine, controller, seconds))
+    places = [ratios[controller.source.prompt(index).task] for index in range(len(sent))]
+    undisturbed = {trajectory_seed(seed, index, 0): (place, 10 * place) for index, place in enumerate(places)}
+    first = [each for each in sent.items() if each[0] in undisturbed]  # others were queued again
+    assert len(first) > 8
+    assert first == [*undisturbed.items()][: len(first)]
 
 
 def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():

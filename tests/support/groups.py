@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from areal_core.api.scored_groups import ScoredGroup, read_group
 from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
@@ -13,7 +12,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.group import GroupRollout, Requests
+from areal_core.rewards.group import GroupRollout
 from areal_core.types import Completion, GenerationRequest, GroupPayload, PackedGroup, Prompt
 from tests.support.policies import END, TOKENIZER
 
@@ -24,22 +23,8 @@ class RewardsHere:
     def __init__(self, environment: Environment, config: RunConfig) -> None:
         self._environment, self._config = environment, config
 
-    def begin(self, prompt: Prompt, n: int, *, apart: bool, shown: bool = False) -> SessionHere:
-        return SessionHere(GroupRollout(self._environment, prompt, self._config, n=n))
-
-
-class SessionHere:
-    def __init__(self, rollout: GroupRollout) -> None:
-        self._rollout = rollout
-
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        outcome = await self._rollout.advance(arrived)
-        return (
-            replace(outcome, samples=self._rollout.samples(TOKENIZER)) if isinstance(outcome, ScoredGroup) else outcome
-        )
-
-    def close(self) -> None:
-        self._rollout.close()
+    def begin(self, prompt: Prompt, n: int, *, apart: bool, shown: bool = False) -> GroupRollout:
+        return GroupRollout(self._environment, prompt, self._config, n=n, shown_with=TOKENIZER if shown else None)
 
 
 _tokenizer = functools.lru_cache(Tokenizer.from_folder)
@@ -48,11 +33,16 @@ _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 def score_group(
     config: RunConfig, model_path: str, prompt: Prompt, completions: Sequence[SampledCompletion]
 ) -> ScoredGroup:
-    """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
+    """Score a group that requests no more than its first completions. Raises as `GroupRollout.said`."""
     environment = open_environment(config, _tokenizer(model_path))
-    rollout = GroupRollout(environment, prompt, config, n=len(completions))
+
+    async def said() -> object:
+        rollout = GroupRollout(environment, prompt, config, n=len(completions))
+        rollout.deliver([Arrival(0, index, one) for index, one in enumerate(completions)])
+        return await rollout.said()
+
     with asyncio.Runner() as runner:
-        outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
+        outcome = runner.run(said())
     assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"
     return outcome
 

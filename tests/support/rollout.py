@@ -220,9 +220,18 @@ class FakeSession:
         self.texts = [prompt.token_ids]  # of its requests
         self.missing = {(0, index) for index in range(rewards.n)}
         self.begun = rewards.opens
+        self.delivered = asyncio.Queue[Sequence[Arrival]]()
         self.turns: dict[tuple[int, int], tuple[tuple[int, ...], Completion]] = {}
 
-    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        self.delivered.put_nowait(arrived)
+
+    async def said(self) -> tuple[SampleRequest, ...] | ScoredGroup:
+        while (outcome := await self._outcome(await self.delivered.get())) == ():
+            pass
+        return outcome
+
+    async def _outcome(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
         rewards = self.rewards
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:

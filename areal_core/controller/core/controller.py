@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,6 +41,7 @@ from areal_core.types import (
     BatchManifest,
     GenerationRequest,
     GroupSummary,
+    Outcome,
     PolicyVersion,
     Prompt,
     Tally,
@@ -120,8 +122,8 @@ class RolloutController:
     rewards: Rewards
     payloads: Payloads
     ledger: TrajectoryLedger
-    stop_token_ids: tuple[int, ...]
-    opens_with_prompt: bool = True  # the environment does
+    stop_token_ids: Mapping[str, tuple[int, ...]]  # by task
+    opens_with_prompt: Mapping[str, bool]  # by task: its environment does
 
     def __post_init__(self) -> None:
         config = self.config
@@ -140,7 +142,8 @@ class RolloutController:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unsent: set[Rollouts] = set()  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
-        self._failures = Failures(config.environment.max_no_result)
+        self._by_task = config.by_task
+        self._failures = {name: Failures(its.environment.max_no_result) for name, its in self._by_task.items()}
         self._failed_in_a_row = 0
         self._zero_variance_in_a_row = 0
         self._replaced = False  # servers may still hold weights that a new incarnation has replaced
@@ -250,12 +253,13 @@ class RolloutController:
         prompt = self.source.prompt(group.prompt_index)
         rollouts = Rollouts(
             self._request(group, prompt),
-            self.opens_with_prompt,
+            self.opens_with_prompt[prompt.task],
             self._generate,
             lambda apart: self.rewards.begin(prompt, self._group_size, apart=apart),
+            self.config.rollout.deadline_s,
         )
         self._unsent.add(rollouts)
-        task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")
+        task = tasks.create_task(self._rollout(group, prompt.task, rollouts), name=f"group-{group.group_id}")
         self._running[group.group_id] = task
         task.add_done_callback(lambda _: self._ended(group.group_id, rollouts))
 
@@ -265,28 +269,30 @@ class RolloutController:
         self._disowned.discard(group_id)
         self.notify()
 
-    async def _rollout(self, group: AdmittedGroup, rollouts: Rollouts) -> None:
+    async def _rollout(self, group: AdmittedGroup, task: str, rollouts: Rollouts) -> None:
         try:
             async with rollouts:
-                outcome = await self._scored(group, rollouts)
+                outcome = await self._scored(group, task, rollouts)
             if outcome is None:  # the run ends
                 self.ledger.settle(group.group_id, rollouts.sampled())
                 return
             place = await self.payloads.append(outcome.payload)  # no other await before it is recorded
         except (GenerationError, RewardError) as error:
-            self._give_up(group, error, rollouts.sampled())
+            self._give_up(group, task, error, rollouts)
             return
         except asyncio.CancelledError:
             if group.group_id in self._disowned:
                 self.ledger.settle(group.group_id, rollouts.sampled())
             raise
-        if not rollouts.complete:  # the environment has ended without them
-            sampled, summary = rollouts.sampled(), outcome.summary
-            missed = sampled.tokens - summary.tokens - summary.unused_tokens
-            self.ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
+        sampled, summary = rollouts.sampled(), outcome.summary
+        missed = replace(sampled, tokens=sampled.tokens - summary.tokens - summary.unused_tokens)
+        if missed != Tally():  # the environment has ended without them
+            self.ledger.lose_tokens(group.group_id, missed)
+        if Outcome.CUT in summary.outcomes:
+            self.ledger.count_cut("deadline", rollouts.lengths(cut=True))
         self._failed_in_a_row = 0
-        summary = outcome.summary
-        self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
+        summary = replace(summary, task=task)
+        self._failures[task].settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
         if self.config.rollout.dynamic_sampling and len(summary.compared) < 2:
             self._drop_zero_variance(group, summary)
         else:
@@ -298,13 +304,13 @@ class RolloutController:
             request_id=f"{ROLLOUT}{group.group_id}-{self.ledger.notes.incarnation}",
             token_ids=prompt.token_ids,
             n=self._group_size,
-            max_tokens=self.config.task.max_new_tokens,
+            max_tokens=self._by_task[prompt.task].task.max_new_tokens,
             seed=trajectory_seed(self.config.seed, group.prompt_index, group.requeues),
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.stop_token_ids[prompt.task],
             temperature=self.config.generation.temperature,
         )
 
-    async def _scored(self, group: AdmittedGroup, rollouts: Rollouts) -> ScoredGroup | None:
+    async def _scored(self, group: AdmittedGroup, task: str, rollouts: Rollouts) -> ScoredGroup | None:
         """The scored group, after as many tries as it takes; None as the run ends. Raises the error of its last try."""
         lost = 0  # sessions in a row
         while True:
@@ -319,7 +325,7 @@ class RolloutController:
                     return None
                 tries = self.ledger.failed_try(group.group_id, rollouts.take_refused())
                 if isinstance(error, RewardError):
-                    self._failures.failed_try(error)
+                    self._failures[task].failed_try(error)
                 else:
                     logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
                 if tries >= self.config.rollout.max_tries:
@@ -334,13 +340,16 @@ class RolloutController:
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no completions within {timeout_s} s") from None
 
-    def _give_up(self, group: AdmittedGroup, error: GenerationError | RewardError, sampled: Tally) -> None:
+    def _give_up(
+        self, group: AdmittedGroup, task: str, error: GenerationError | RewardError, rollouts: Rollouts
+    ) -> None:
         """Drop a group whose tries are spent. A run in which every group fails must end: after as many drops in a row
         as a batch has groups, the last error is the run's."""
-        self.ledger.settle(group.group_id, sampled)
+        self.ledger.settle(group.group_id, rollouts.sampled())
         self.ledger.drop(group.group_id, error.drop_reason)
+        self.ledger.count_cut(error.drop_reason, rollouts.lengths())
         if isinstance(error, RewardError):
-            self._failures.settled({}, str(error))
+            self._failures[task].settled({}, str(error))
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.config.groups_per_batch:
             raise error

@@ -76,6 +76,11 @@ CREATE TABLE IF NOT EXISTS totals (       -- of all groups, also those whose row
     groups INTEGER NOT NULL, tokens INTEGER NOT NULL, lost_tokens INTEGER NOT NULL, unread_tokens INTEGER NOT NULL,
     PRIMARY KEY (state, reason)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS cut (          -- rollouts that the system has ended, whose tokens nobody trains on
+    reason TEXT NOT NULL, length INTEGER NOT NULL,  -- tokens that it had, rounded up to a power of two
+    rollouts INTEGER NOT NULL,
+    PRIMARY KEY (reason, length)
+) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS groups_inserted AFTER INSERT ON groups BEGIN {_count("NEW", "+")} END;
 CREATE TRIGGER IF NOT EXISTS groups_updated
 AFTER UPDATE OF state, reason, tokens, lost_tokens, unread_tokens ON groups
@@ -122,6 +127,11 @@ class Selection:
     rule: str
     max_staleness: int  # eta
     max_requeues: int
+
+
+def length_step(tokens: int) -> int:
+    """The power of two that a length is counted by: at least as many tokens, and less than twice as many."""
+    return 1 << max(0, tokens - 1).bit_length()
 
 
 class TrajectoryLedger:
@@ -213,6 +223,16 @@ class TrajectoryLedger:
             "UPDATE groups SET lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? WHERE group_id = ?",
             (lost.tokens, lost.unread, group_id),
         )
+
+    def count_cut(self, reason: str, lengths: Collection[int]) -> None:
+        """Count rollouts that the system has ended, by the tokens that each had."""
+        with self._transaction():
+            self._count_cut(reason, lengths)
+
+    def cut(self) -> dict[str, int]:
+        """Rollouts that the system has ended, by reason and length: `deadline/256` had 129 to 256 tokens."""
+        rows = self._db.execute("SELECT reason || '/' || length, rollouts FROM cut ORDER BY reason, length")
+        return dict(rows.fetchall())
 
     def settle(self, group_id: int, sampled: Tally) -> None:
         """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or
@@ -426,6 +446,12 @@ class TrajectoryLedger:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _count_cut(self, reason: str, lengths: Collection[int]) -> None:
+        self._db.executemany(
+            "INSERT INTO cut VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET rollouts = rollouts + 1",
+            [(reason, length_step(length)) for length in lengths],
+        )
+
     def _insert_waiting(self, prompt_index: int, *, requeues: int) -> int:
         cursor = self._db.execute(
             "INSERT INTO groups (prompt_index, requeues, state) VALUES (?, ?, 'waiting')", (prompt_index, requeues)
@@ -465,10 +491,12 @@ class TrajectoryLedger:
     def _drop_stale(self, step: int, selection: Selection) -> None:
         oldest_allowed = step - 1 - selection.max_staleness
         rows = self._db.execute(
-            "SELECT group_id, requeues FROM groups WHERE state = 'ready' AND min_version < ? ORDER BY admission",
+            "SELECT group_id, requeues, summary FROM groups WHERE state = 'ready' AND min_version < ? "
+            "ORDER BY admission",
             (oldest_allowed,),
         ).fetchall()
         for row in rows:
+            self._count_cut("stale", _summary(row).rollout_lengths)
             self._drop(row["group_id"], "stale", requeue=row["requeues"] < selection.max_requeues)
 
     def _new_incarnation(self, version: int) -> None:

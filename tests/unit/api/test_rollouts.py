@@ -23,19 +23,30 @@ Outcome = tuple[SampleRequest, ...] | ScoredGroup | Exception
 
 
 class Session:
-    """Has its outcomes one after the other."""
+    """Has its outcomes one after the other: one for what it gets, () where it says nothing."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
-        self.outcomes, self.seen, self.open = list(outcomes), list[list[tuple[int, int]]](), 0
+        self.outcomes, self.seen, self.open = list(outcomes), list[object](), 0
 
     def begin(self, apart: bool) -> Session:
         self.open += 1
         self.apart = apart
+        self.saying = asyncio.Queue[Outcome]()
         return self
 
-    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        self.seen.append([(each.request, each.index) for each in arrived])
-        outcome = self.outcomes.pop(0)
+    def deliver(self, arrived: Sequence[Arrival]) -> None:
+        self._next([(each.request, each.index) for each in arrived])
+
+    def cut(self) -> None:
+        self._next("cut")
+
+    def _next(self, seen: object) -> None:
+        self.seen.append(seen)
+        if (outcome := self.outcomes.pop(0)) != ():
+            self.saying.put_nowait(outcome)
+
+    async def said(self) -> tuple[SampleRequest, ...] | ScoredGroup:
+        outcome = await self.saying.get()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -166,11 +177,30 @@ async def test_a_run_that_ends_leaves_completions_unfinished() -> None:
         assert rollouts.sampled() == Tally(tokens=2)
 
 
-async def test_an_environment_that_waits_for_nothing_is_named() -> None:
-    async with begun(()) as (servers, _, _, scoring):
-        await servers.complete("g", 0, 1, 2, last=True)
-        with pytest.raises(RewardError, match="neither requests completions nor ends"):
-            await scoring
+async def test_requests_leave_while_completions_are_still_to_come() -> None:
+    """The environment says them when it likes, also once it has all that it has asked for."""
+    async with begun((), (), SCORED) as (servers, _, session, scoring):
+        await servers.complete("g", 0)
+        session.saying.put_nowait((asked(9),))
+        await turns()
+        [further] = [name for name in servers.pending if name != "g"]
+        await servers.complete("g", 1, 2, last=True)
+        await servers.complete(further, 0, last=True)
+        assert await scoring is SCORED
+        assert session.seen == [[(0, 0)], [(0, 1), (0, 2)], [(1, 0)]]
+
+
+async def test_rollouts_are_cut_at_their_deadline() -> None:
+    """The group goes on with the one that has ended. What the others had sampled is known by its length."""
+    servers, session = Servers(), Session([(), SCORED])
+    async with Rollouts(REQUEST, True, servers.generate, session.begin, deadline_s=0.05) as rollouts:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 1)
+        assert await scoring is SCORED
+    assert session.seen == [[(0, 1)], "cut"]
+    assert rollouts.lengths() == [1, 2, 0]
+    assert rollouts.lengths(cut=True) == [1, 0]
 
 
 async def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> None:

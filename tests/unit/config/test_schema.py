@@ -93,6 +93,22 @@ storage.url=s3://key:hunter2@bucket/areal
     storage.url: must hold no user or password
 storage.endpoint_url=http://key:hunter2@127.0.0.1:9000
     storage.endpoint_url: must hold no user or password; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for
+tasks.tools.ratio=0
+    tasks.tools.ratio: must be at least 1, got 0
+tasks.tools={}
+    tasks.tools: must be a group of fields with a task, as in tasks.tools.task.name=arithmetic, got {}
+tasks.my-tools.ratio=1
+    tasks.my-tools: must be named by letters, digits and underscores, not a digit first, got 'my-tools'
+tasks.tools.task.max_operation=4
+    tasks.tools.task.max_operation: no such field; did you mean tasks.tools.task.max_operations?
+tasks.tools.task.max_operations=four
+    tasks.tools.task.max_operations: must be a whole number, got 'four'
+tasks.tools.task.name=rows tasks.words.ratio=1 model.path=m
+    tasks.tools.task.held_out_path: tasks.tools.task.name=rows needs a file of prompts to evaluate with
+tasks.words.task.name=rows tasks.words.task.held_out_path=h.jsonl
+    model.path: tasks.words.task.name=rows needs a model; the embedded one only knows arithmetic
+tasks.one.ratio=2 tasks.two.environment.verifier=code
+    rollout.reward_timeout_s: must be at least 1280 with tasks.two.environment.verifier=code, which may
 """  # settings, and what the message begins with
 
 
@@ -148,6 +164,7 @@ mode=sync generation.interruption=keep                             interruption 
 launch.accelerator=cuda launch.devices=8                           generation_servers 7
 algorithm.objective=cispo algorithm.clip_eps=1.0 algorithm.clip_eps_high=0.5 mode "async"
 algorithm.clip_eps_high=0.2 algorithm.overlong_cache=112           mode "async"
+tasks.a.task.max_new_tokens=80 tasks.b.task.max_prompt_tokens=30   context 142
 algorithm.group_size=1 algorithm.advantage=batch                   mode "async"
 """  # settings, a property and its value; the last ones are allowed, though they may seem wrong
 
@@ -155,3 +172,11 @@ algorithm.group_size=1 algorithm.advantage=batch                   mode "async"
 @pytest.mark.parametrize(("settings", "name", "value"), re.findall(r"^(\S.*?) +(\w+) (\S+)$", FOLLOWS, re.M))
 def test_what_follows_from_settings(settings: str, name: str, value: str) -> None:
     assert getattr(loaded(settings), name) == json.loads(value)
+
+
+def test_each_task_of_a_mixture_is_a_run_of_its_own() -> None:
+    config = loaded("tasks.b.ratio=3 tasks.b.environment.name=calculator tasks.a.task.max_operations=2 seed=5")
+    assert load(config.to_dict()) == config
+    a, b = loaded("task.max_operations=2 seed=5"), loaded("environment.name=calculator seed=5")
+    assert [*config.by_task.items()] == [("a", a), ("b", b)]
+    assert len({config, a, b}) == 3

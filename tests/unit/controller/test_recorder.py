@@ -59,7 +59,7 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
     """A batch of one group with 10 tokens, sampled by version 0, and the version that it makes."""
     group = ledger.admit(version=0)
     metrics = {"environment/turns": (1.0, 2.0), "environment/found": (5.0,)}
-    its = summary(lengths=(7, 3), tokens=10, truncated=(False, True), metrics=metrics)
+    its = summary(lengths=(7, 3), tokens=10, truncated=(False, True), metrics=metrics, task="t")
     ledger.ready(group.group_id, its, Place(segment="a", start=0, bytes=0, crc32=0), version=0)
     assert ledger.fix_batch(step, Selection(groups=1, rule="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", digest=str(step)))
@@ -92,6 +92,8 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> Non
     logged = {(key, step): value for key, points in outbox.history().items() for step, value in points}
     assert logged["reward/mean", 2] == 0.5
     assert logged["completion/tokens_mean", 2] == 5.0
+    for key in ("reward/mean", "reward/correct", "completion/tokens_mean"):
+        assert logged[f"{key}/t", 2] == logged[key, 2]
     assert logged["completion/truncated", 2] == 0.5
     assert (logged["environment/turns", 2], logged["environment/found", 2]) == (1.5, 5.0)
     assert logged["staleness/oldest_token_max", 2] == 1  # sampled by version 0, trained on version 1

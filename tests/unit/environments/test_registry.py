@@ -3,10 +3,11 @@ import asyncio
 import pytest
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.environments.environment import Verdict
 from areal_core.environments.registry import exact_match, mathematics, open_environment, open_verifier, verifier_name
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
-from areal_core.types import Prompt, Rollout
+from areal_core.types import Outcome, Prompt, Rollout
 from tests.support.policies import END, TOKENIZER, Scripted, completion
 
 
@@ -97,3 +98,35 @@ def test_a_second_try_that_is_cut_off_is_wrong():
     cut = completion("#2", finish_reason="length")
     [trajectory] = roll_out(Scripted({"1+1=": [completion("#7")], "1+1=#7=": [cut]}), 1)
     assert (trajectory.reward, trajectory.outcome, trajectory.truncated) == (-1.0, "incorrect", True)
+
+
+def short(task: Prompt, text: str) -> float:
+    return 1 / len(text)
+
+
+async def polite(task: Prompt, text: str) -> float | Verdict:
+    return Verdict.of(Outcome.FAILED) if text == "#9" else 0.5
+
+
+REWARDS = f"{__name__}:short=-1,{__name__}:polite = 0.5"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "parts"),
+    [
+        ("#2", 1 - 0.5 + 0.25, {"reward_part/short": 0.5, "reward_part/polite": 0.5}),
+        ("#7", -1 - 0.5 + 0.25, {"reward_part/short": 0.5, "reward_part/polite": 0.5}),
+        ("#9", None, {}),  # one function has no result
+    ],
+)
+def test_more_reward_functions_add_to_the_reward_and_have_curves(answer, reward, parts):
+    config = RunConfig(environment=EnvironmentConfig(rewards=REWARDS), algorithm=AlgorithmConfig(reward_incorrect=-1.0))
+    policy = Scripted({"1+1=": [completion(answer)]}).policy(TASK)
+    rollout = asyncio.run(open_environment(config, TOKENIZER).rollout(TASK, policy))
+    assert (rollout.reward, dict(rollout.metrics)) == (reward, parts)
+
+
+@pytest.mark.parametrize("rewards", ["own:short", f"{__name__}:short=much", f"{__name__}:short=1,{__name__}:short=2"])
+def test_reward_functions_without_a_coefficient_each_are_refused(rewards):
+    with pytest.raises(ConfigError, match=r"^environment\.rewards: must be package\.module:name=coefficient"):
+        open_environment(RunConfig(environment=EnvironmentConfig(rewards=rewards)), TOKENIZER)

@@ -59,8 +59,8 @@ def test_a_prompt_has_its_whole_row(tokenizer, tmp_path):
     source = opened(tokenizer, *files(tmp_path, known, deep))
     prompt = source.prompt(0)
     assert prompt.row == known | {"nested": {"size": str(2**70), "half": "?"}}
-    work = Arrived(group=1, prompt=prompt, completions=[])
-    assert decode_work(encode_work([], work)).arrived.prompt == prompt  # on another machine
+    work = Arrived(prompt=prompt, completions=[])
+    assert decode_work(encode_work(1, work)) == (1, work)  # on another machine
     assert source.report.training.left_out == {Reason.UNREADABLE: 1}
     assert source.report.training.bad == ["line 2: more than 32 lists and objects in each other"]
 

@@ -1,5 +1,6 @@
 """Verdicts of verifiers that return anything, raise, hang or end their process."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from decimal import Decimal
@@ -20,7 +21,7 @@ RIGHT, WRONG, FAILED = Outcome.CORRECT, Outcome.INCORRECT, Outcome.FAILED
 
 
 def judged(verify: Callable[[Prompt, str], Any], text: str = "#3\nareal: error: forged") -> Verdict:
-    return Judge(EnvironmentConfig(verifier="own:check"), verify)(TASK, text, truncated=False)
+    return asyncio.run(Judge(EnvironmentConfig(verifier="own:check"), verify)(TASK, text, truncated=False))
 
 
 def raising(error: BaseException) -> Callable[[Prompt, str], Any]:
@@ -93,7 +94,7 @@ def test_an_error_that_passes_costs_nothing() -> None:
 @pytest.mark.parametrize("verify_truncated", [True, False])
 def test_truncated_completions_are_verified_on_request(verify_truncated: bool) -> None:
     judge = Judge(EnvironmentConfig(verify_truncated=verify_truncated), lambda *_: 1.0)
-    assert judge(TASK, "#2", truncated=True).score == float(verify_truncated)
+    assert asyncio.run(judge(TASK, "#2", truncated=True)).score == float(verify_truncated)
 
 
 class PanicError(BaseException):

@@ -68,7 +68,7 @@ def collected(
         with RecordFile(folder / "records", {"a": 1}) as records:
             rewards = open_rewards(changed, str(folder), 1)
             try:
-                collector = Collector(benchmark, records, TOKENIZER, rewards, stop_token_ids=(END,))
+                collector = Collector(benchmark, records, TOKENIZER, rewards, stop_token_ids={"": (END,)})
                 await collector.work(Completing({**texts, **further}), 32)
                 await collector.finished()
             finally:

@@ -139,6 +139,13 @@ def test_parameters_reach_their_fields_and_win_over_overrides() -> None:
         configure(steps=0)
 
 
+def test_mixture_composes_from_an_experiment_and_from_overrides() -> None:
+    config = compose("cpu-mixed", ["tasks.tools.ratio=5", "+tasks.words.task.max_operations=3"])
+    assert {name: each.ratio for name, each in config.tasks.items()} == {"direct": 2, "tools": 5, "words": 1}
+    assert config.tasks["tools"] == dataclasses.replace(compose("cpu-mixed").tasks["tools"], ratio=5)
+    assert config.tasks["words"].task == dataclasses.replace(RunConfig().task, max_operations=3)
+
+
 def test_flow_run_is_named_after_what_was_chosen() -> None:
     chosen = {"experiment": "cpu-async", "mode": "sync", "seed": 0, "steps": None, "overrides": ["training.steps=2"]}
     assert run_title(chosen) == "cpu-async: mode sync, seed 0, training.steps=2"

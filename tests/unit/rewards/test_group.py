@@ -11,7 +11,7 @@ from areal_core.api.wire import Arrival
 from areal_core.config.schema import load
 from areal_core.environments.environment import Environment, SingleTurn, Verdict
 from areal_core.environments.registry import open_environment
-from areal_core.errors import RewardError, RolloutLimitError
+from areal_core.errors import GenerationError, RewardError, RolloutLimitError
 from areal_core.rewards.group import GroupRollout
 from areal_core.types import Outcome, Prompt, Return, Rollout, SampleRequest, Trajectory
 from tests.support.groups import served, unpack_group
@@ -37,9 +37,15 @@ def advance_all(environment, *turns, n=2, **settings):
 
     async def main():
         rollout = GroupRollout(environment, PROMPT, configured(n, **settings))
-        return [await rollout.advance(turn) for turn in arrived]
+        return [await advance(rollout, *turn) for turn in arrived]
 
     return asyncio.run(main())
+
+
+async def advance(rollout, *arrived):
+    """What it says next, after these completions."""
+    rollout.deliver(arrived)
+    return await rollout.said()
 
 
 def rolled(reward=1.0, **fields):
@@ -151,12 +157,13 @@ def test_a_completion_is_judged_when_it_ends_whatever_the_others_do():
     async def main():
         rollout = GroupRollout(Judging(judged), PROMPT, configured(4))
         for ended in ([2], [0, 3], [1]):
-            outcome = await rollout.advance([Arrival(0, index, served_apart[index]) for index in ended])
-            seen.append((list(judged), outcome if outcome == () else "scored"))
-        return outcome
+            rollout.deliver([Arrival(0, index, served_apart[index]) for index in ended])
+            await asyncio.sleep(0.01)
+            seen.append(list(judged))
+        return await rollout.said()
 
     scored = asyncio.run(main())
-    assert seen == [(["3"], ()), (["3", "1", "4"], ()), (["3", "1", "4", "2"], "scored")]
+    assert seen == [["3"], ["3", "1", "4"], ["3", "1", "4", "2"]]
     payload = unpack_group(scored.payload, scored.summary)
     assert TOKENIZER.decode(payload.tokens.tolist()) == "1234"
     assert (scored.summary.unused_tokens, scored.summary.metrics) == (0, {})
@@ -172,16 +179,32 @@ def test_further_requests_go_out_while_the_first_ones_are_still_generated():
 
     async def main():
         rollout = GroupRollout(Own(twice), PROMPT, configured())
-        requests.extend(await rollout.advance([Arrival(0, 1, served(completion("7"))[0])]))
-        assert await rollout.advance([Arrival(1, 0, served(completion("8"))[0])]) == ()
-        requests.extend(await rollout.advance([Arrival(0, 0, served(completion("9"))[0])]))
-        return await rollout.advance([Arrival(2, 0, served(completion("6"))[0])])
+        requests.extend(await advance(rollout, Arrival(0, 1, served(completion("7"))[0])))
+        rollout.deliver([Arrival(1, 0, served(completion("8"))[0])])
+        requests.extend(await advance(rollout, Arrival(0, 0, served(completion("9"))[0])))
+        return await advance(rollout, Arrival(2, 0, served(completion("6"))[0]))
 
     scored = asyncio.run(main())
     assert [request.calls for request in requests] == [((1, 1),), ((0, 1),)]
     payload = unpack_group(scored.payload, scored.summary)
     tokens = np.split(payload.tokens[payload.loss_mask], [4])
     assert [TOKENIZER.decode(each.tolist()) for each in tokens] == ["96", "78"]
+
+
+def test_a_request_after_an_await_leaves_while_completions_are_still_to_come():
+    async def twice(task, policy):
+        first = await policy.sample(task.token_ids)
+        await asyncio.sleep(0.01)
+        await policy.sample([*task.token_ids, *first.token_ids, 5])
+
+    async def main():
+        async with asyncio.timeout(10):
+            return await advance(
+                GroupRollout(Own(twice), PROMPT, configured()), Arrival(0, 1, served(completion("7"))[0])
+            )
+
+    [request] = asyncio.run(main())
+    assert request.calls == ((1, 1),)
 
 
 def test_an_environment_may_begin_with_a_prompt_of_its_own():
@@ -204,6 +227,44 @@ async def greedy(task, policy):
 def test_an_environment_that_says_it_opens_with_the_prompt_has_to():
     with pytest.raises(RewardError, match=r"opens_with_prompt the first turn must sample from task\.token_ids"):
         advance_all(Own(greedy), [served(completion("1"), completion("2"))])
+
+
+def test_rollouts_that_are_cut_have_no_result_where_they_wait_for_the_policy():
+    """The first has ended, the second waits for a completion, the third does something else for ever."""
+
+    async def slow(task, policy):
+        one = await policy.sample(task.token_ids)
+        said = TOKENIZER.decode(one.token_ids.tolist())
+        if said == "2":
+            await policy.sample([*task.token_ids, *one.token_ids, 5])
+        if said == "3":
+            await asyncio.Event().wait()
+        return rolled()
+
+    async def main():
+        rollout = GroupRollout(Own(slow), PROMPT, configured(3))
+        opening = served(completion("1"), completion("2"), completion("3"))
+        rollout.deliver([Arrival(0, index, one) for index, one in enumerate(opening)])
+        [request] = await rollout.said()
+        assert request.calls == ((1, 1),)
+        rollout.cut()
+        return await rollout.said()
+
+    summary = asyncio.run(main()).summary
+    assert summary.outcomes == {Outcome.CORRECT: 1, Outcome.CUT: 1, Outcome.TIMED_OUT: 1}
+    assert summary.rewards == (1.0, None, 0.0)
+    assert (summary.rollout_of, summary.unused_tokens) == ((0, 2), 2)
+
+
+def test_a_group_of_which_all_is_cut_is_generated_again():
+    async def main():
+        rollout = GroupRollout(Judging([]), PROMPT, configured())
+        rollout.deliver([])
+        rollout.cut()
+        return await rollout.said()
+
+    with pytest.raises(GenerationError, match=r"rollout\.deadline_s: no rollout of the group has ended"):
+        asyncio.run(main())
 
 
 def test_the_failure_of_one_rollout_ends_the_others():
@@ -269,9 +330,9 @@ def test_a_call_that_is_given_up_is_in_no_sequence():
 
     async def main():
         rollout = GroupRollout(Own(hasty), PROMPT, configured(1, advantage="batch"))
-        [request] = await rollout.advance([])
+        [request] = await advance(rollout)
         assert request.calls == ((0, 1),)
-        return await rollout.advance([Arrival(0, 0, served(completion("1"))[0])])
+        return await advance(rollout, Arrival(0, 0, served(completion("1"))[0]))
 
     summary = asyncio.run(main()).summary
     assert (summary.lengths, summary.metrics["rollout/turns"]) == ((2,), (1.0,))

@@ -5,12 +5,11 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from aiohttp import ClientWebSocketResponse, WSServerHandshakeError, web
@@ -22,7 +21,6 @@ from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.config.schema import load
 from areal_core.controller.routes import reward_routes
 from areal_core.errors import (
-    ArealError,
     ConfigError,
     GenerationError,
     RewardError,
@@ -36,7 +34,14 @@ from areal_core.rewards import pool as pools
 from areal_core.rewards import remote
 from areal_core.rewards.host import Host
 from areal_core.rewards.pool import GroupSession, RewardPool
-from areal_core.rewards.remote import Work, decode_outcome, decode_work, encode_outcome, encode_work
+from areal_core.rewards.remote import (
+    decode_outcome,
+    decode_said,
+    decode_work,
+    encode_outcome,
+    encode_said,
+    encode_work,
+)
 from areal_core.rewards.worker import Arrived
 from areal_core.run.roles import remote_rewards
 from areal_core.storage.rundir import RunDir, RunInfo
@@ -51,15 +56,18 @@ def _hang(_: Any) -> None:
     time.sleep(600)
 
 
+def _hang(_: Any) -> None:
+    time.sleep(600)
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[RewardPool]:
     pool = RewardPool(1, timeout_s=600.0, function=_hang)
-    busy = asyncio.create_task(pool.ask("hang"))
+    busy = [asyncio.create_task(pool.ask("hang")) for _ in range(9)]
     await asyncio.sleep(0)
     yield pool
     await pool.close()
-    with suppress(RewardWorkerError):
-        await busy
+    await asyncio.gather(*busy, return_exceptions=True)
 
 
 class Played:
@@ -68,12 +76,12 @@ class Played:
     def __init__(self, socket: ClientWebSocketResponse) -> None:
         self.socket = socket
 
-    async def works(self) -> Work:
+    async def works(self) -> tuple[int, Arrived | None]:
         """Take the next work."""
         return decode_work(await self.socket.receive_bytes(timeout=LIMIT_S))
 
-    async def answers(self, outcome: Any) -> None:
-        await self.socket.send_bytes(encode_outcome(outcome))
+    async def says(self, group: int, outcome: Any) -> None:
+        await self.socket.send_bytes(encode_said(group, outcome))
 
     async def is_given_up(self) -> bool:
         await self.socket.receive(timeout=LIMIT_S)
@@ -101,89 +109,80 @@ def begun(pool: RewardPool, answer: str = "") -> GroupSession:
     return pool.begin(Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer), 1)
 
 
-def advance(session: GroupSession, body: bytes = b"body") -> asyncio.Task[Any]:
-    return asyncio.create_task(session.advance([Arrival(0, 0, SampledCompletion(segments=((body, 0),)))]))
+def deliver(session: GroupSession, body: bytes = b"body") -> None:
+    session.deliver([Arrival(0, 0, SampledCompletion(segments=((body, 0),)))])
 
 
-async def suspended(pool: RewardPool, worker: Played) -> tuple[GroupSession, asyncio.Task[Any]]:
-    """A group that is suspended in the worker, and a second one that it works on."""
+async def suspended(pool: RewardPool, worker: Played) -> tuple[int, GroupSession]:
+    """A group that is suspended in the worker."""
     session = begun(pool)
-    advancing = advance(session)
-    await worker.works()
-    await worker.answers(REQUESTS)
-    assert await advancing == REQUESTS
-    working = advance(begun(pool))
-    await worker.works()
-    return session, working
+    deliver(session)
+    group, _ = await worker.works()
+    await worker.says(group, REQUESTS)
+    assert await session.said() == REQUESTS
+    return group, session
 
 
 async def test_groups_go_on_where_they_were_suspended(pool: RewardPool, connect: Connect) -> None:
     workers = [await connect(), await connect(place=2)]
-    sessions = [begun(pool, answer) for answer in "xy"]
-    advancing = [advance(session) for session in sessions]
-    works = [await worker.works() for worker in workers]
-    assert {work.arrived.prompt.answer for work in works if work.arrived.prompt} == {"x", "y"}
-    for worker in workers:
-        await worker.answers(REQUESTS)
-    assert await asyncio.gather(*advancing) == [REQUESTS, REQUESTS]
-    going_on = [advance(session, b"more") for session in reversed(sessions)]
-    assert [(await worker.works()).arrived.group for worker in workers] == [work.arrived.group for work in works]
-    for worker in workers:
-        await worker.answers(())
-    assert await asyncio.gather(*going_on) == [(), ()]
+    suspensions = [await suspended(pool, worker) for worker in workers]
+    for group, session in reversed(suspensions):
+        deliver(session, b"more")
+        assert session.group == group
+    for worker, (group, session) in zip(workers, suspensions, strict=True):
+        found, arrived = await worker.works()
+        assert (found, arrived and arrived.prompt) == (group, None)
+        await worker.says(group, REQUESTS)
+        assert await session.said() == REQUESTS
     await pool.close()
     assert [await worker.is_given_up() for worker in workers] == [True, True]
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["suspended", "waits for its worker"])
-async def test_a_group_that_is_given_up_is_named_with_the_next_work(
-    pool: RewardPool, connect: Connect, waits: bool
-) -> None:
+async def test_a_worker_has_many_groups_at_once(pool: RewardPool, connect: Connect) -> None:
     worker = await connect()
-    session, working = await suspended(pool, worker)
-    if waits:
-        waiting = advance(session, b"more")
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+    sessions = [begun(pool, answer) for answer in "xyz"]
+    for session in sessions:
+        deliver(session)
+    works = [await worker.works() for _ in sessions]
+    assert [arrived.prompt.answer for _, arrived in works if arrived and arrived.prompt] == ["x", "y", "z"]
+    for group, _ in reversed(works):
+        await worker.says(group, RewardTimeoutError("too long"))
+        await worker.says(group, REQUESTS)  # of a group that has ended
+    for session in sessions:
+        with pytest.raises(RewardTimeoutError, match="too long"):
+            await session.said()
+    await suspended(pool, worker)  # it is still there
+
+
+async def test_a_group_that_is_given_up_is_named(pool: RewardPool, connect: Connect) -> None:
+    worker = await connect()
+    group, session = await suspended(pool, worker)
     session.close()
-    await worker.answers(())
-    assert await working == ()
-    last = advance(begun(pool))
-    assert (await worker.works()).forgotten == [1]
-    last.cancel()
+    assert await worker.works() == (group, None)
+
+
+async def test_a_group_that_is_given_up_before_there_is_a_worker_goes_nowhere(connect: Connect) -> None:
+    pool = RewardPool(0, timeout_s=1.0, function=len)
+    session = begun(pool)
+    deliver(session)
+    session.close()
+    assert pool._waiting == []
 
 
 async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: RewardPool, connect: Connect) -> None:
     """It comes back with another connection, in the same place."""
     worker = await connect()
-    session, working = await suspended(pool, worker)
-    waiting = advance(session, b"more")
-    await asyncio.sleep(0)
+    _, session = await suspended(pool, worker)
+    working = begun(pool)
+    deliver(working)
+    await worker.works()
+    await worker.says(working.group, RewardWorkerError("it died"))
     await worker.socket.close()
-    with pytest.raises(SessionLostError, match="gone with its machine"):
-        await working
-    with pytest.raises(SessionLostError, match="suspended"):
-        await waiting
-    again, worker = advance(session), await connect()
-    assert (await worker.works()).arrived.prompt is not None
-    await worker.answers(())
-    assert await again == ()
-
-
-async def test_a_worker_that_lost_its_process_gets_no_more_work(pool: RewardPool, connect: Connect) -> None:
-    worker = await connect()
-    working, waiting = advance(begun(pool)), advance(begun(pool))
-    await worker.works()
-    await worker.answers(RewardTimeoutError("too long"))
-    with pytest.raises(RewardTimeoutError, match="too long"):
-        await working
-    assert await worker.is_given_up()
-    worker = await connect()
-    await worker.works()
-    await worker.answers(())
-    assert await waiting == ()
+    with pytest.raises(RewardWorkerError, match="it died"):
+        await working.said()
+    with pytest.raises(SessionLostError, match="is gone"):
+        await session.said()
+    await suspended(pool, await connect())
 
 
 async def test_what_is_no_worker_takes_no_place(connect: Connect, pool: RewardPool) -> None:
@@ -209,24 +208,12 @@ async def test_a_machine_that_vanishes_is_missed(
     """Nothing there answers pings."""
     monkeypatch.setattr(pools, "SILENT_S", 0.2)
     await connect()
-    working = advance(begun(pool))
+    session = begun(pool)
+    deliver(session)
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(SessionLostError, match="gone with its machine"):
-            await working
+        with pytest.raises(SessionLostError, match="is gone"):
+            await session.said()
     assert caplog.messages[-1] == "reward worker 1 is gone"
-
-
-async def test_an_answer_that_is_overdue_costs_a_try(
-    pool: RewardPool, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "SILENT_S", 0.2)
-    monkeypatch.setattr(pool, "_timeout_s", 0.2)
-    worker = await connect()
-    working = advance(begun(pool))
-    await worker.works()
-    with pytest.raises(RewardWorkerError, match="does not answer"):
-        await working
-    assert await worker.is_given_up()
 
 
 PROMPT = Prompt(index=3, prompt_id="ab", text="½ + ½ =\n", token_ids=(5, 6), answer="1")
@@ -239,12 +226,13 @@ ARRIVALS = [
 
 @pytest.mark.parametrize("prompt", [PROMPT, None], ids=["the first ones", "later ones"])
 def test_work(prompt: Prompt | None) -> None:
-    arrived = Arrived(group=9, prompt=prompt, completions=ARRIVALS)
-    message = encode_work([1, 2], arrived)
+    arrived = Arrived(prompt=prompt, completions=ARRIVALS)
+    message = encode_work(9, arrived)
     assert message.count(COMMON) == 1  # two completions have it in common
-    work = decode_work(message)
-    assert (work.forgotten, work.arrived) == ([1, 2], arrived)
-    first, second = work.arrived.completions
+    group, found = decode_work(message)
+    assert (group, found) == (9, arrived)
+    assert found is not None
+    first, second = found.completions
     assert first.completion.segments[0][0] is second.completion.segments[0][0]
 
 
@@ -278,20 +266,23 @@ def run_dir(folder: Path, **config: object) -> RunDir:
 
 
 def test_errors_of_groups_are_told_and_others_are_this_machines(tmp_path: Path) -> None:
-    arrived = Arrived(group=5, prompt=None, completions=[])
     host = Host(run_dir(tmp_path), 1, 1)
 
-    def answer(error: ArealError, *, dies: bool = False) -> type:
-        ask = Mock(side_effect=error) if dies else Mock(return_value=error)
-        worker: Any = SimpleNamespace(forgotten=[], ask=ask)
-        told, lost = host._answer(worker, encode_work([4], arrived))
-        assert (worker.forgotten, lost) == ([4], dies)
-        return type(decode_outcome(told))
+    def told(*events: Any) -> list[tuple[int, type]]:
+        """What the controller hears of a worker that says `events`, and ends with the last one."""
+        receive = Mock(side_effect=[*((4, event) for event in events[:-1]), events[-1]])
+        worker: Any = SimpleNamespace(receive=receive, running=5, kill=Mock())
+        socket: Any = MagicMock()
+        host._tell(worker, socket)
+        assert socket.__exit__.called
+        said = [decode_said(call.args[0]) for call in socket.send.call_args_list]
+        return [(group, type(each)) for group, each in said]
 
-    assert answer(GenerationError("no body")) is GenerationError
-    assert answer(RewardWorkerError("it died"), dies=True) is RewardWorkerError
+    heard = told(GenerationError("no body"), RewardWorkerError("it died"))
+    assert heard == [(4, GenerationError), (5, RewardWorkerError)]
+    assert told(ConfigError("no sandbox here any more"), RewardWorkerError("")) == []
     with pytest.raises(ConfigError, match="no sandbox"):
-        answer(ConfigError("no sandbox here any more"))
+        host._next_one()
 
 
 def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path: Path) -> None:

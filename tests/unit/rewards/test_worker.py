@@ -6,13 +6,12 @@ import select
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.config.schema import EnvironmentConfig, RunConfig, load
+from areal_core.config.schema import EnvironmentConfig, RolloutConfig, RunConfig, load
 from areal_core.environments.environment import SingleTurn
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import (
@@ -25,7 +24,7 @@ from areal_core.errors import (
 )
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards import worker
-from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.pool import RewardPool, open_rewards
 from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Outcome, Prompt, Rollout
@@ -39,10 +38,6 @@ SUMMARY = summary()
 
 def arrivals(*completions, request=0):
     return [Arrival(request, index, one) for index, one in enumerate(served(*completions))]
-
-
-async def score(pool, message):
-    return (await pool.ask(message))[0]
 
 
 ASKED = Prompt(index=0, prompt_id="0", text="1-1-7=", token_ids=TOKENIZER.encode("1-1-7="), answer="3")
@@ -96,7 +91,7 @@ async def start():
 
 
 @pytest.fixture
-def pool(start):
+async def pool(start):
     return start(workers=2, timeout_s=30.0)
 
 
@@ -104,9 +99,12 @@ def pool(start):
 def group_pool(start, model):
     """Make a pool whose workers run the rollouts of groups."""
 
-    def made(*, workers=1, environment=None, function=worker.advance):
-        config = RunConfig(environment=environment or EnvironmentConfig())
-        return start(workers, 30.0, functools.partial(function, config, str(model)))
+    def made(*, workers=1, environment=None, function=worker.open_group, limit_s=30.0):
+        config = RunConfig(
+            environment=environment or EnvironmentConfig(),
+            rollout=RolloutConfig(reward_timeout_s=limit_s),
+        )
+        return start(workers, limit_s, functools.partial(function, config, str(model)))
 
     return made
 
@@ -115,32 +113,30 @@ async def test_the_timeline_holds_the_cpu_time_of_every_score(tmp_path):
     pool = RewardPool(
         workers=2, timeout_s=30.0, function=obey, timeline=lambda place: tmp_path / f"rewards-{place}.jsonl"
     )
-    await asyncio.gather(*(score(pool, "busy") for _ in range(6)))
+    await asyncio.gather(*(pool.ask("busy") for _ in range(6)))
     await pool.close()
     spans = read_timeline(tmp_path)
-    assert {span.process for span in spans} <= {"rewards-0", "rewards-1"}
-    assert [span.kind for span in spans] == ["score"] * 6
-    for span in spans:
-        assert span.cpu_s is not None
-        assert span.cpu_s > 0.8 * BUSY_S
+    assert {span.process for span in spans} == {"rewards-0", "rewards-1"}
+    assert {span.kind for span in spans} == {"score"}
+    assert sum(span.cpu_s or 0.0 for span in spans) > 0.8 * 6 * BUSY_S
 
 
 async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
     jobs = ["die" if i == 3 else "" for i in range(10)]
-    results = await asyncio.gather(*(score(pool, each) for each in jobs), return_exceptions=True)
+    results = await asyncio.gather(*(pool.ask(each) for each in jobs), return_exceptions=True)
     assert [type(r) for r in results] == [RewardWorkerError if i == 3 else ScoredGroup for i in range(10)]
     assert "died" in str(results[3])
     assert len(pool.pids()) == 2
 
 
 async def test_idle_workers_that_were_killed_cost_nothing(pool):
-    await asyncio.gather(*(score(pool, "") for _ in range(4)))
+    await asyncio.gather(*(pool.ask("") for _ in range(4)))
     killed = pool.pids()
     workers = Watch(killed)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    scored = await asyncio.gather(*(score(pool, "") for _ in range(4)))
+    scored = await asyncio.gather(*(pool.ask("") for _ in range(4)))
     assert not {int(s.payload) for s in scored} & set(killed)
 
 
@@ -148,38 +144,49 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced(start):
     pool = start(timeout_s=0.5)
     workers = Watch(pool.pids())
     with pytest.raises(RewardTimeoutError, match=r"no verdict within 0\.5 s \(rollout\.reward_timeout_s\)") as hung:
-        await score(pool, "hang")
+        await pool.ask("hang")
     first, where, what = str(hung.value).split("\n")
     assert first.endswith(f"({__file__}:{obey.__code__.co_firstlineno + 2})"), first
     assert (where.strip().split(", ")[-1], what.strip()) == ("in obey", "time.sleep(600)")
     assert workers.all_end()
-    assert int((await score(pool, "")).payload) in pool.pids()
+    assert int((await pool.ask("")).payload) in pool.pids()
 
 
 @pytest.mark.parametrize("size", [10, 5_000_000], ids=["what the pipe holds", "more than that"])
-async def test_a_stopped_worker_is_given_up_and_replaced(start, size):
+async def test_a_stopped_worker_is_replaced_and_costs_no_message(start, size):
     """The limit covers sending: a worker that is stopped takes nothing in."""
     pool = start(timeout_s=0.5, function=len)
-    assert (await pool.ask("abc"))[0] == 3
+    assert await pool.ask("abc") == 3
     [stopped] = pool.pids()
     os.kill(stopped, signal.SIGSTOP)
     async with asyncio.timeout(30):
-        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s"):
-            await pool.ask("a" * size)
-        assert (await pool.ask("a" * size))[0] == size
+        assert await pool.ask("a" * size) == size
     assert pool.pids() != [stopped]
 
 
-async def test_a_cancelled_score_frees_its_worker_and_closing_ends_the_others(start):
+def native_hang(_):
+    """Python hears of no signal, as in native code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(600)
+
+
+def stop(_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("function", [native_hang, stop])
+async def test_a_worker_that_can_not_say_where_it_hangs_is_given_up(start, function):
+    pool = start(timeout_s=0.5, function=function)
+    before = pool.pids()
+    async with asyncio.timeout(30):
+        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s"):
+            await pool.ask("")
+    assert pool.pids() != before
+
+
+async def test_closing_ends_what_is_asked(start):
     pool = start()
-    await score(pool, "")  # it is up
-    hanging = asyncio.create_task(score(pool, "hang"))
-    await asyncio.sleep(0)  # the job is under way
-    hanging.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await hanging
-    await score(pool, "")
-    jobs = [asyncio.create_task(score(pool, "hang")) for _ in range(3)]
+    jobs = [asyncio.create_task(pool.ask("hang")) for _ in range(3)]
     await asyncio.sleep(0)
     await pool.close()
     for scoring in jobs:
@@ -196,53 +203,161 @@ TALKING = EnvironmentConfig(name="two_turn")
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_pool):
     pool = group_pool(environment=TALKING)
     session = pool.begin(ASKED, 1)
-    await session.advance(arrivals(completion("#0")))
+    await advance(session, completion("#0"))
     [pid] = pool.pids()
     workers = Watch([pid])
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    with pytest.raises(SessionLostError, match="suspended"):
-        await session.advance(arrivals(completion("#3"), request=1))
-    [request] = await session.advance(arrivals(completion("#0")))  # it starts again, in another worker
+    with pytest.raises(SessionLostError, match="is gone"):
+        await session.said()
+    [request] = await advance(pool.begin(ASKED, 1), completion("#0"))  # it starts again, in another worker
     assert request.calls == ((0, 1),)
 
 
-async def test_a_suspended_group_goes_on_beside_the_policy(group_pool, model, monkeypatch):
-    """Its worker is asked nothing meanwhile."""
-    monkeypatch.setenv("NOTED", str(model / "noted"))
-    environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
-    pool = group_pool(environment=environment)
-    session = pool.begin(ASKED, 2)
-    assert await session.advance(arrivals(completion("#3"))) == ()
-    async with asyncio.timeout(30):
-        while not (model / "noted").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    scored = await session.advance([Arrival(0, 1, served(completion("#3"))[0])])
-    assert len(scored.summary.rewards) == 2
-
-
-class Noting(SingleTurn):
-    """Writes a file, a while after its first completion, while the second is still to come."""
-
-    async def rollout(self, task, policy):
-        await policy.sample(task.token_ids)
-        await asyncio.sleep(0.05)
-        Path(os.environ["NOTED"]).touch()
-        return Rollout(reward=1.0, outcome=Outcome.CORRECT)
+async def advance(session, *completions):
+    """What the group says next, after the completions of its opening."""
+    session.deliver(arrivals(*completions))
+    return await session.said()
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
-    pool = group_pool(environment=TALKING, function=count_suspended)
+    pool = group_pool(environment=TALKING, function=count_open)
     for _ in range(3):
         session = pool.begin(ASKED, 1)
-        await session.advance(arrivals(completion("#0")))
+        await advance(session, completion("#0"))
         session.close()
-    suspended, _ = await pool.ask("how many")
-    assert suspended == 0
+    assert await pool.ask("how many") == 0
 
 
-def count_suspended(config, model_path, message):
-    return len(worker._suspended) if message == "how many" else worker.advance(config, model_path, message)
+def count_open(config, model_path, message):
+    loop = asyncio.get_running_loop()
+    return len(loop._open) if message == "how many" else worker.open_group(config, model_path, message)
+
+
+# Verifiers and environments that wait.
+
+INSIDE = []  # in a worker: whose verdicts are awaited
+GROUPS = 50
+
+
+async def patient(task, text):
+    """Does what the task says; "all": ends once the verdicts of all groups are awaited at the same moment."""
+    INSIDE.append(task)
+    if task.answer == "block":
+        time.sleep(600)  # noqa: ASYNC251
+    if task.answer == "raise":
+        raise KeyError(text)
+    if task.answer == "hang":
+        await asyncio.sleep(600)
+    while task.answer == "all" and len(INSIDE) < GROUPS:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return float("nan" if task.answer == "nan" else len(text) > 1)
+
+
+PATIENT = EnvironmentConfig(verifier=f"{__name__}:patient")
+
+
+def told(said):
+    return replace(ASKED, answer=said)
+
+
+async def test_a_worker_awaits_the_verdicts_of_many_groups_at_once(group_pool):
+    pool = group_pool(environment=PATIENT)
+    sessions = [pool.begin(told("all"), 1) for _ in range(GROUPS)]
+    async with asyncio.timeout(30):
+        found = await asyncio.gather(*(advance(session, completion("#3")) for session in sessions))
+    assert [group.summary.rewards for group in found] == [(1.0,)] * GROUPS
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "shown"),
+    [
+        ("raise", VerifierError, r"KeyError: '#3' .*test_worker\.py:\d+\)\n[^\0]*raise KeyError[^\0]*completion:"),
+        ("nan", VerifierError, r"ValueError: a verifier returns a score from 0 to 1, or a Verdict; got nan"),
+        (
+            "hang",
+            RewardTimeoutError,
+            r"no verdict within 2 s .*:\d+\)\n[^\0]*asyncio\.sleep\(600\)[^\0]*completion:",
+        ),
+    ],
+)
+async def test_an_awaited_verdict_that_fails_costs_its_group_alone(group_pool, said, error, shown):
+    pool = group_pool(environment=PATIENT, limit_s=2.0)
+    other = pool.begin(ASKED, 2)
+    other.deliver(arrivals(completion("#3")))
+    with pytest.raises(error, match=f"^environment.verifier {PATIENT.verifier}: {shown}"):
+        await advance(pool.begin(told(said), 2), completion("#3"), completion("#3"))
+    other.deliver([Arrival(0, 1, served(completion("3"))[0])])
+    assert (await other.said()).summary.rewards == (1.0, 0.0)
+
+
+async def test_a_blocking_verifier_costs_its_group_a_try_and_no_other(group_pool):
+    pool = group_pool(environment=PATIENT, limit_s=2.0)
+    other = pool.begin(ASKED, 2)
+    other.deliver(arrivals(completion("#3")))
+    said = r"no verdict within 2 s .*\n[^\0]*time\.sleep\(600\)[^\0]*completion:"
+    with pytest.raises(RewardTimeoutError, match=said):
+        await advance(pool.begin(told("block"), 2), completion("#3"), completion("#3"))
+    with pytest.raises(SessionLostError, match="is gone"):
+        await other.said()
+
+
+class Waiting(SingleTurn):
+    """Takes many short waits, then a long one."""
+
+    async def rollout(self, task, policy):
+        await policy.sample(task.token_ids)
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+        await asyncio.Event().wait()
+
+
+async def test_one_await_of_an_environment_has_the_time_limit(group_pool):
+    pool = group_pool(environment=EnvironmentConfig(name=f"{__name__}:Waiting"), limit_s=2.0)
+    before = pool.pids()
+    said = r"^the environment: no verdict within 2 s .*test_worker\.py:\d+\)\n[^\0]*asyncio\.Event\(\)\.wait\(\)"
+    with pytest.raises(RewardTimeoutError, match=said):
+        await advance(pool.begin(ASKED, 1), completion("#3"))
+    assert pool.pids() == before
+
+
+class Prepared(SingleTurn):
+    """Writes down what happens to it; two rollouts meet, and a third never comes between."""
+
+    at_once = 2
+    inside = 0
+
+    def note(self, what):
+        with open(os.environ["NOTED"], "a") as file:
+            file.write(f"{what}\n")
+
+    async def setup(self):
+        await asyncio.sleep(0.01)
+        self.note("setup")
+
+    async def teardown(self):
+        self.note("teardown")
+
+    async def rollout(self, task, policy):
+        self.inside += 1
+        self.note(self.inside)
+        await policy.sample(task.token_ids)
+        await asyncio.sleep(0.01)
+        self.inside -= 1
+        return Rollout(reward=1.0, outcome=Outcome.CORRECT)
+
+
+async def test_an_environment_is_set_up_limited_and_torn_down(model, monkeypatch):
+    monkeypatch.setenv("NOTED", str(noted := model / "prepared"))
+    config = RunConfig(environment=EnvironmentConfig(name=f"{__name__}:Prepared"))
+    pool = open_rewards(config, str(model), 1)
+    scored = await advance(pool.begin(ASKED, 4), *[completion("#3")] * 4)
+    assert scored.summary.rewards == (1.0,) * 4
+    await pool.close()
+    first, *rest, last = noted.read_text().split()
+    assert (first, last) == ("setup", "teardown")
+    assert set(rest) == {"1", "2"}
+    assert len(rest) == 4
 
 
 class Watch:
@@ -294,7 +409,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
     with pytest.raises(error, match=f"^environment.verifier {CONFIG.environment.verifier}: {said}"):
         outcome(text)
-    verdict = judged_apart(CONFIG, PROMPT, text)
+    verdict = asyncio.run(judged_apart(CONFIG, PROMPT, text))
     assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
     assert f"completion:\n        {text}" in str(verdict.failure)
 
@@ -302,13 +417,13 @@ def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[Rewar
 async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(group_pool) -> None:
     nowhere = EnvironmentConfig(verifier="nowhere:verify")
     with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
-        await group_pool(environment=nowhere).begin(ASKED, 1, apart=True).advance(arrivals(completion("#3")))
+        await advance(group_pool(environment=nowhere).begin(ASKED, 1, apart=True), completion("#3"))
 
 
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_START_S", 1e-3)
     with pytest.raises(RewardError, match="did not start") as failed:
-        judged_apart(CONFIG, PROMPT, "1")
+        asyncio.run(judged_apart(CONFIG, PROMPT, "1"))
     assert type(failed.value) is RewardError  # the group is tried again; no worker is counted as lost
 
 
@@ -324,6 +439,7 @@ def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.Monke
     (tmp_path / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(worker, "_OPEN_S", 3.0)
-    verdict = judged_apart(replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify")), PROMPT, "#2")
+    config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
+    verdict = asyncio.run(judged_apart(config, PROMPT, "#2"))
     assert str(verdict.failure).split("\n")[0] == found.format(file=tmp_path / "own_module.py")
     assert verdict.outcome is (Outcome.CORRECT if found == "None" else Outcome.TIMED_OUT)

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.service import Service
 from areal_core.errors import ConfigError
@@ -121,6 +122,19 @@ def test_a_resumed_run_refuses_other_rows(
     said = rf"^task\.{file}: gives other prompts than when this run was started; put back what the task's files"
     with pytest.raises(ConfigError, match=said):
         prepare(of_rows, run_id="r", log=print)
+
+
+def test_a_resumed_mixture_keeps_its_tasks(of_rows: RunConfig, tmp_path: Path) -> None:
+    values = merge(of_rows.to_dict(), "tasks.words.task", of_rows.to_dict()["task"])
+    run = prepare(load(values), run_id="r", log=print)
+    assert run.info().prompts.keys() == {"tasks.words.task.path", "tasks.words.task.held_out_path"}
+    prepare(load(merge(values, "tasks.words.environment.max_no_result", 0.5)), run_id="r", log=print)
+    for name, before in (("tasks.words.ratio", 1), ("tasks.more.ratio", None)):
+        with pytest.raises(ConfigError, match=rf"^{name}: must be {before} as when this run was started, got 2;"):
+            prepare(load(merge(values, name, 2)), run_id="r", log=print)
+    put_rows(tmp_path, "path", ROWS[::-1])
+    with pytest.raises(ConfigError, match=r"^tasks\.words\.task\.path: gives other prompts"):
+        prepare(load(values), run_id="r", log=print)
 
 
 async def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses_others(

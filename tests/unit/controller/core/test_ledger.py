@@ -117,6 +117,8 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     stale = admit_ready(ledger, at=0)  # step 3 trains on version 2: staleness 2 > 1
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.dropped() == {"stale": 1}
+    ledger.count_cut("deadline", [0, 128, 129, 130])
+    assert ledger.cut() == {"deadline/1": 1, "deadline/128": 1, "deadline/256": 2, "stale/1": 2}
     again = ledger.admit(version=0)
     assert (again.prompt_index, again.requeues) == (2, 1)
     assert again.group_id != stale

@@ -1,0 +1,130 @@
+"""A language model as verifier: any server with OpenAI's chat completions scores an answer from 0 to 1.
+
+    environment.verifier=judge environment.judge.url=http://127.0.0.1:8000/v1 environment.judge.model=name
+
+A request that fails is repeated. A judge that stays away, or gives no score, is no result, never a score of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import httpx
+from jinja2 import TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from areal_core.config.groups import EnvironmentConfig, JudgeConfig
+from areal_core.environments.verdicts import Verdict
+from areal_core.errors import ConfigError
+from areal_core.types import Outcome, Prompt
+
+_SCORE = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\d.])")
+_KEPT = 4096  # verdicts that a worker remembers
+_AGAIN_S, _LONGEST_S = 0.5, 30.0  # before the second try, twice as long before each later one; at most
+_REPEATED = (408, 409, 429, *range(500, 600))  # statuses that may be others the next time
+
+
+class LanguageModelJudge:
+    """The verifier `judge`. Raises ConfigError for settings that can't work."""
+
+    bounded = True  # by timeout_s, once it is its turn
+
+    def __init__(self, environment: EnvironmentConfig) -> None:
+        self._config = its = environment.judge
+        if its.url is None or not its.model:
+            raise ConfigError("environment.judge.url: environment.verifier=judge needs judge.url and judge.model")
+        key = os.environ.get(its.key_variable)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            self._template = SandboxedEnvironment().from_string(its.prompt)
+        except TemplateError as error:
+            raise ConfigError(f"environment.judge.prompt: {error}, in {its.prompt!r}") from error
+        self._client: httpx.AsyncClient | None = None  # of the event loop that asks first
+        self._free = asyncio.Semaphore(its.at_once)
+        self._next_s = 0.0  # time of the loop before which no request may leave
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    async def __call__(self, task: Prompt, completion: str) -> Verdict:
+        asked = self._template.render(task=task, row=task.row, answer=task.answer, completion=completion)
+        name = hashlib.blake2b(asked.encode(errors="surrogatepass")).digest()
+        if (known := self._known.get(name)) is not None:
+            self._known.move_to_end(name)
+            return replace(known, metrics=dict.fromkeys(known.metrics, 0.0))  # it costs nothing
+        async with self._free:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    verdict = await self._asked(asked)
+            except TimeoutError:
+                verdict = self._failed(f"no score within {self._config.timeout_s:g} s (environment.judge.timeout_s)")
+        if verdict.score is not None:
+            self._known[name] = verdict
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return verdict
+
+    async def _asked(self, text: str) -> Verdict:
+        its, why = self._config, ""
+        message = {"role": "user", "content": text}
+        body = {"model": its.model, "messages": [message], "temperature": 0.0, "max_tokens": its.max_tokens}
+        for attempt in range(its.tries):
+            await self._turn()
+            wait_s = min(_LONGEST_S, _AGAIN_S * 2**attempt)
+            try:
+                response = await self._http().post(f"{its.url}/chat/completions", json=body)
+                if response.status_code == 200:
+                    return _verdict(response.json(), its, attempt)
+                why = f"{response.status_code} {response.text[:200]}"
+                if response.status_code not in _REPEATED:
+                    break
+                wait_s = max(wait_s, _seconds(response.headers.get("retry-after")))
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}"
+            if attempt + 1 < its.tries:
+                await asyncio.sleep(wait_s)
+        return self._failed(why)
+
+    def _failed(self, why: str) -> Verdict:
+        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {self._config.url} gives no score: {why}")
+
+    async def _turn(self) -> None:
+        """Wait until `requests_per_s` allows another request."""
+        if self._config.requests_per_s is None:
+            return
+        now = asyncio.get_running_loop().time()
+        at = max(now, self._next_s)
+        self._next_s = at + 1.0 / self._config.requests_per_s
+        await asyncio.sleep(at - now)
+
+    def _http(self) -> httpx.AsyncClient:
+        if self._client is None:
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=None)
+        return self._client
+
+
+def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verdict:
+    """The last number from 0 to 1 that the judge has written. Raises ValueError where there is none, and others for
+    what is no response."""
+    text, used = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
+    scores = _SCORE.findall(text)
+    if not scores:
+        raise ValueError(f"it has written {text[:200]!r}, and no number from 0 to 1")
+    read, written = used.get("prompt_tokens", 0), used.get("completion_tokens", 0)
+    dollars = (read * config.dollars_per_million_read + written * config.dollars_per_million_written) / 1e6
+    numbers = {"judge/tokens": read + written, "judge/dollars": dollars, "judge/repeated": repeated}
+    score = float(scores[-1])
+    outcome = Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT
+    return Verdict(outcome, score, text.strip()[:200], metrics=numbers)
+
+
+def _seconds(text: str | None) -> float:
+    """Of a Retry-After header; 0 for none, and for a date."""
+    try:
+        return min(_LONGEST_S, max(0.0, float(text or 0.0)))
+    except ValueError:
+        return 0.0
