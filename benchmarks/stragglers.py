@@ -106,7 +106,8 @@ async def run(config: RunConfig) -> dict[str, float]:
         ),
         payloads=FakePayloads(),
         ledger=ledger,
-        stop_token_ids=(END,),
+        stop_token_ids={"": (END,)},
+        opens_with_prompt={"": True},
     )
     server.freed = controller.freed.notify
     running = asyncio.ensure_future(controller.run())

@@ -103,9 +103,12 @@ class GroupRollout(Saying):
     def cut(self, _: object = None) -> None:
         """End the rollouts that have not ended. One that waits for the policy has no result; any other has taken too
         long by itself, and is incorrect."""
-        for policy, task in zip(self._policies, self._tasks, strict=False):
+        asyncio.get_running_loop().call_soon(self._cut)  # after their first steps, if they have begun just now
+
+    def _cut(self) -> None:
+        for policy, task in zip(self._policies, self._tasks, strict=True):
             if not task.done():
-                policy.is_cut = True
+                policy.ended = Outcome.CUT if policy.waits else Outcome.TIMED_OUT
                 task.cancel()
 
     def close(self) -> None:
@@ -127,13 +130,13 @@ class GroupRollout(Saying):
             )
             for rollout in range(n)
         ]
+        self._tasks = [asyncio.ensure_future(self._rollout(policy)) for policy in self._policies]
         rollouts = asyncio.get_running_loop().create_task(self._side_by_side())
         rollouts.add_done_callback(self._ended)
         return rollouts
 
     async def _side_by_side(self) -> list[Rollout]:
         """The rollouts, in their order. The first failure ends them all."""
-        self._tasks = [asyncio.ensure_future(self._rollout(policy)) for policy in self._policies]
         try:
             return list(await asyncio.gather(*self._tasks))
         finally:
@@ -149,11 +152,11 @@ class GroupRollout(Saying):
         except RolloutLimitError:
             rollout = self._incorrect(policy, Outcome.OVER_LIMIT)
         except asyncio.CancelledError:
-            if not policy.is_cut:
+            if policy.ended is None:
                 raise
-            if policy.waits:
+            if policy.ended is Outcome.CUT:
                 return Rollout(reward=None, outcome=Outcome.CUT, trajectories=(), truncated=False)
-            rollout = self._incorrect(policy, Outcome.TIMED_OUT)
+            rollout = self._incorrect(policy, policy.ended)
         return policy.finished(rollout)
 
     def _incorrect(self, policy: RecordingPolicy, outcome: Outcome) -> Rollout:

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_core.config.schema import TaskConfig
 from areal_core.errors import RewardError, RolloutLimitError
-from areal_core.types import Completion, Prompt, Rollout, Segment, Trajectory
+from areal_core.types import Completion, Outcome, Prompt, Rollout, Segment, Trajectory
 
 
 class Complete(Protocol):
@@ -41,7 +41,7 @@ class RecordingPolicy:
     _calls: list[Completion | None] = field(default_factory=list[Completion | None])
     _earned: dict[int, float] = field(default_factory=dict[int, float])  # by call
     _cut_off: bool = False  # the completion that has come last ran into its limit
-    is_cut: bool = False  # the rollout is to end now
+    ended: Outcome | None = None  # the rollout is to end now, with this outcome
 
     async def sample(
         self,

@@ -119,6 +119,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     assert any(value != 0 for (value,) in losses), "no trajectory had an advantage: nothing was trained on"
 
 
+@pytest.mark.end_to_end
 def test_mixture_of_three_environments_trains_and_has_curves_by_task(tmp_path: Path) -> None:
     limits = {"held_out": 8, "max_operations": 2, "max_new_tokens": 24}
     environments = {"once": "single_turn", "twice": "two_turn", "tools": "calculator"}

@@ -260,6 +260,7 @@ def test_a_group_of_which_all_is_cut_is_generated_again():
     async def main():
         rollout = GroupRollout(Judging([]), PROMPT, configured())
         rollout.deliver([])
+        await asyncio.sleep(0.01)  # they call the policy
         rollout.cut()
         return await rollout.said()
 
