@@ -33,13 +33,15 @@ class GroupState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a verifier finds of a completion. The last two are no result: they say nothing about the completion."""
+    """What a rollout has come to. The last two are no result: they say nothing about the policy."""
 
     CORRECT = "correct"
     INCORRECT = "incorrect"
     NO_ANSWER = "no_answer"  # it gives none
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
-    TIMED_OUT = "timed_out"  # the answer takes the verifier to its limits, or ends its process; in a fresh one, too
+    # The answer takes the verifier to its limits or ends its process, in a fresh one too; or the environment itself has
+    # held the rollout up beyond its deadline.
+    TIMED_OUT = "timed_out"
     OVER_LIMIT = "over_limit"  # the rollout has no room for another turn, or no turn left
     CUT = "cut"  # the system has ended the rollout while it waited for the policy: no result
     FAILED = "failed"  # the verifier itself did
@@ -99,7 +101,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Calls of rollouts to the policy that want a completion of the same `token_ids`: one for each."""
+    """Calls of rollouts with equal `token_ids`, one completion for each."""
 
     token_ids: tuple[int, ...]
     calls: tuple[tuple[int, int], ...]  # (rollout of the group, its call, counted from 0)
@@ -115,13 +117,13 @@ class Segment:
     loss_mask: BoolArray  # [L] tokens that the policy is trained on; only tokens that it sampled
     logprobs: Float32Array  # [L] under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [L] policy version that sampled the token; -1 where none did
-    call: int = -1  # the rollout's call that sampled it, counted from 0; -1: none
+    call: int = -1  # the rollout's call that sampled it, counted from 0; -1: it is the environment's
     reward: float = 0.0  # of this turn, for algorithm.credit=turn; the rollout's own counts at its last turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One token sequence of a rollout: segments in their order. The first is its prompt, what it began with."""
+    """One token sequence of a rollout: segments in their order. The first is its prompt."""
 
     segments: tuple[Segment, ...]
     reward: float | None = None  # its own, for algorithm.credit=sequence; None: the rollout's
@@ -134,7 +136,7 @@ class Rollout:
     reward: float | None  # None: its verifier found no result, and it is left out
     outcome: Outcome  # for the curves; training sees the reward alone
     trajectories: tuple[Trajectory, ...] | None = None  # None: as its policy has recorded them
-    truncated: bool | None = None  # it ran into the length limit; None: if its last turn did
+    truncated: bool | None = None  # it ran into the length limit; None: as its policy has seen
     answer: str | None = None  # what its verifier has read, for people and for votes
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # by curve name: means over the batch
 
@@ -143,7 +145,7 @@ class Rollout:
 class Sample:
     """A rollout for people and for scores."""
 
-    text: str  # what followed its prompt; of further sequences their prompts too
+    text: str  # after its prompt; later sequences include their prompts
     tokens: int  # sampled ones
     truncated: bool  # it ran into the length limit
     outcome: Outcome
@@ -172,7 +174,7 @@ class GroupPayload:
 
 
 class Return(NamedTuple):
-    """What a part of a sequence has earned: its reward, and those of later turns with their discount."""
+    """The return of one part of a sequence: its reward, and those of later turns with their discount."""
 
     sequence: int
     end: int  # tokens of the sequence after its prompt, up to the part's end; it begins where the one before ends
@@ -195,12 +197,9 @@ class PackedGroup:
     checksums: tuple[int, ...] = ()  # [Q + S] CRC-32 of the parts of its payload (api.scored_groups)
 
     @property
-    def rollout_lengths(self) -> list[int]:
-        """Tokens of each rollout after its prompts, the environment's included. [G]"""
-        lengths = [0] * len(self.rewards)
-        for rollout, length in zip(self.rollout_of, self.lengths, strict=True):
-            lengths[rollout] += length
-        return lengths
+    def trained_lengths(self) -> list[int]:
+        """Tokens that each rollout with a reward is trained on."""
+        return [n for n, reward in zip(self.loss_tokens, self.rewards, strict=True) if reward is not None]
 
     @property
     def compared(self) -> set[float]:

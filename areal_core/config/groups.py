@@ -115,8 +115,8 @@ class JudgeConfig:
 class EnvironmentConfig:
     """What happens between a prompt and its rewards. Names are registered ones or import paths, package.module:name."""
 
-    name: str = "single_turn"  # single_turn, two_turn, or an import path
-    verifier: str | None = None  # exact_match, mathematics, code, judge, or an import path; None: the one of task.name
+    name: str = "single_turn"  # single_turn, two_turn, calculator, or an import path
+    verifier: str | None = None  # a registered one, or an import path; None: the default of task.name
     rewards: str = ""  # more reward functions with their coefficients: package.module:name=0.5, with commas between
     max_no_result: float = bounded(0.2, low=0.0, high=1.0)  # of the rollouts of 32 groups: the run ends above it
     verify_truncated: bool = False  # completions that ran into the length limit; else they are wrong unseen

@@ -42,8 +42,8 @@ def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _length_shares(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """The share of a batch's rollouts by length, in the steps in which the ledger counts those that were cut."""
-    counts = Counter(length_step(length) for group in groups for length in group.rollout_lengths)
+    """The share of a batch's rollouts by their trained tokens, in the steps in which the ledger counts those cut."""
+    counts = Counter(length_step(length) for group in groups for length in group.trained_lengths)
     return {f"length/{step}": count / counts.total() for step, count in counts.items()}
 
 

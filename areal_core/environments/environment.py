@@ -1,11 +1,11 @@
-"""The environment: what happens between a task and its rewards, as a coroutine over a policy.
+"""Environments: coroutines that turn a task into a rollout with a reward.
 
     rollout(task, policy) -> one or more token sequences, a reward
 
-A group is n rollouts of one task, side by side. An environment builds every prompt itself, the first one included; the
-policy records what it is fed and what it samples, so that nothing is tokenised twice. An environment runs in the
-workers of `areal_core.rewards`, and one that blocks its worker or takes it down costs little more than its own group.
-Its rollouts start again when their worker is lost, so side effects must bear repetition.
+A group is n rollouts of one task, side by side. An environment builds every prompt itself, the first one included. The
+policy records prompts and completions, so that nothing is tokenised twice. Environments run in the workers of
+`areal_core.rewards`: one that blocks its worker or takes it down costs little more than its own group. Rollouts start
+again when their worker is lost, so side effects must be idempotent.
 
 Two environments are here: one completion a rollout, and a second try after an incorrect first one.
 """
@@ -41,13 +41,12 @@ class Policy(Protocol):
         with an end token of the model or with one of `stop`, which it keeps. With `trained` False it stays out of the
         loss.
 
-        It is recorded: where `token_ids` begin with all of a sequence that the rollout has already, this goes on with
-        that sequence, and what follows is the environment's message; else it begins another one, whose prompt they are.
-        Several calls may wait at the same time; each returns when its own completion has ended.
+        The call is recorded. If `token_ids` begin with a recorded sequence, it continues that one, and the tokens
+        between are the environment's message. Otherwise they are the prompt of a new sequence. Several calls may wait
+        at the same time; each returns when its own completion has ended.
 
-        Raises RolloutLimitError where there is no room, or no turn left (`Environment.max_turns`): an environment may
-        catch it, and compact its context; else the rollout ends there, and is incorrect. Raises RewardError for
-        `max_tokens` beyond the room.
+        Raises RolloutLimitError where there is no room, or no turn left (`Environment.max_turns`). If the environment
+        does not catch it, the rollout ends there and is incorrect. Raises RewardError for `max_tokens` beyond the room.
         """
         ...
 
@@ -69,14 +68,14 @@ class Environment(ABC):
     """One kind of rollout. Registered by name in `environments.registry`, or named by import path."""
 
     opens_with_prompt: ClassVar[bool] = False
-    """Whether the first turn of every rollout samples from `task.token_ids`, as long as there is room. Then servers
-    compute that prompt once for a group, and begin before a worker has heard of it."""
+    """Whether the first turn of every rollout samples from `task.token_ids`, without `max_tokens` or `stop`. The
+    controller then requests these turns at admission, and servers compute the prompt once."""
 
     max_turns: ClassVar[int] = 16
     """Calls of `Policy.sample` of one rollout, beyond which it is over its limit."""
 
     at_once: ClassVar[int | None] = None
-    """Rollouts that one worker runs at the same time, the others waiting for their turn; None: all."""
+    """Rollouts that one worker runs at the same time; others queue. None: all."""
 
     def __init__(self, context: EnvContext) -> None:
         self.context = context
@@ -89,7 +88,8 @@ class Environment(ABC):
 
     @abstractmethod
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
-        """One attempt at a task. Raises RewardError where it has no valid result."""
+        """One attempt at a task. Return `Rollout(reward=None, outcome=Outcome.FAILED)` to leave it out of training. An
+        exception fails the try of its whole group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,7 @@ class EnvContext:
 
 
 class SingleTurn(Environment):
-    """One completion a rollout. Of one that was cut off, and so is wrong, the trainer decides whether it is left out of
-    the loss too (algorithm.truncated)."""
+    """One completion a rollout. `algorithm.truncated` decides whether truncated ones are trained on."""
 
     opens_with_prompt = True
     max_turns = 1

@@ -162,7 +162,7 @@ class GroupRollout(Saying):
     def _incorrect(self, policy: RecordingPolicy, outcome: Outcome) -> Rollout:
         """A rollout that has come to a limit of its own. Without a turn there is nothing to train on."""
         reward = self._config.algorithm.reward_incorrect if policy.trajectories() else None
-        return Rollout(reward=reward, outcome=outcome, truncated=True)
+        return Rollout(reward=reward, outcome=outcome)
 
     def _ended(self, rollouts: asyncio.Task[list[Rollout]]) -> None:
         try:

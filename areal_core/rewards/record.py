@@ -56,6 +56,7 @@ class RecordingPolicy:
         if len(self._calls) >= self.max_turns:
             raise RolloutLimitError(f"environment: the rollout has had its {self.max_turns} turns (max_turns)")
         if not text or room < 1:
+            self._cut_off = True
             raise RolloutLimitError(
                 f"environment: {len(text)} tokens leave no room (task.max_prompt_tokens, task.max_new_tokens)"
             )

@@ -496,7 +496,7 @@ class TrajectoryLedger:
             (oldest_allowed,),
         ).fetchall()
         for row in rows:
-            self._count_cut("stale", _summary(row).rollout_lengths)
+            self._count_cut("stale", _summary(row).trained_lengths)
             self._drop(row["group_id"], "stale", requeue=row["requeues"] < selection.max_requeues)
 
     def _new_incarnation(self, version: int) -> None:

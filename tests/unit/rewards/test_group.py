@@ -296,10 +296,11 @@ def test_a_rollout_that_meets_a_limit_is_incorrect_and_keeps_its_turns():
     *_, scored = advance_all(Own(endless), *turns, n=1, advantage="batch")
     assert scored.summary.metrics["rollout/turns"] == (4.0,)
     assert (scored.summary.outcomes, scored.summary.truncated, scored.summary.rewards) == (
-        {Outcome.OVER_LIMIT: 1}, (True,), (0.0,),
+        {Outcome.OVER_LIMIT: 1}, (False,), (0.0,),
     )  # fmt: skip
     *_, scored = advance_all(Own(endless), *turns[:2], n=1, advantage="batch", max_new_tokens=8)
     assert (scored.summary.outcomes, scored.summary.lengths) == ({Outcome.OVER_LIMIT: 1}, (7,))
+    assert scored.summary.truncated == (True,)
 
 
 def test_an_environment_may_compact_its_context_at_a_limit():
