@@ -30,6 +30,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Cancelling, Crashed
 
 from areal_core.config.schema import RunConfig
@@ -42,6 +43,7 @@ DEPLOYMENT = "areal-node/node"
 REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
 NODE = "node:"  # and its id
 FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why
+_TRIES = 8  # of a request that a busy server refuses: some minutes
 _BLOCK = "secret"  # type of the block
 STATIC = "static"  # the run of hosts that are given
 RECLAIMED, BAD_NODE, REFUSED = "Reclaimed", "BadNode", "Refused"  # names of final states
@@ -88,15 +90,16 @@ class Shares:
     def give(self, role: str, index: int) -> str:
         if (left := self._left.pop((role, index), None)) is not None:
             return left
-        made = self._client.create_flow_run_from_deployment(
-            self._deployment,
-            name=f"{self._run} {role}-{index}",
-            parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
-            work_queue_name=queue(self._config, self._run, role),
-            tags=[f"run:{self._run}"],
-            job_variables={"working_dir": self._config.provision.software},
-            idempotency_key=uuid4().hex,
-        )
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _TRIES}):
+            made = self._client.create_flow_run_from_deployment(
+                self._deployment,
+                name=f"{self._run} {role}-{index}",
+                parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
+                work_queue_name=queue(self._config, self._run, role),
+                tags=[f"run:{self._run}"],
+                job_variables={"working_dir": self._config.provision.software},
+                idempotency_key=uuid4().hex,
+            )
         return str(made.id)
 
     def seen(self, ids: Iterable[str]) -> dict[str, Seen]:

@@ -73,6 +73,7 @@ class Rollouts:
         self._saying: asyncio.Task[_Outcome] | None = None  # of the session
         self._costs_workers = False
         self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
+        self._before = [0] * request.n  # lengths in tries that have failed
         self._changed = asyncio.Event()
         self._deadline_s = deadline_s
         self._deadline: float | None = None  # of this try, in the time of the event loop
@@ -176,7 +177,10 @@ class Rollouts:
             for rollout, length in zip(part.rollouts, part.pending.lengths(), strict=True):
                 tokens[rollout] += length
             waiting |= {part.rollouts[index] for index in part.pending.unfinished()}
-        return [tokens[rollout] for rollout in sorted(tokens) if rollout in waiting or not cut]
+        found = [tokens[rollout] for rollout in range(self._request.n)]
+        if cut:
+            return [found[rollout] for rollout in sorted(waiting)]
+        return list(map(max, found, self._before))
 
     def _deliver(self, arrived: Sequence[Arrival]) -> None:
         if self._session is None:
@@ -200,6 +204,7 @@ class Rollouts:
             outcome = saying.result()
         except (GenerationError, RewardError) as error:
             self._close_session()
+            self._before = self.lengths()
             self._costs_workers |= isinstance(error, RewardTimeoutError | RewardWorkerError)
             later = self._parts[len(self._opening) :]
             await _end(later)

@@ -99,7 +99,7 @@ class JudgeConfig:
         "Question:\n{{ task.text }}\n\nReference answer:\n{{ answer }}\n\nAnswer to be judged:\n{{ completion }}\n\n"
         "Reply with a number from 0 (wrong) to 1 (right), and nothing else."
     )
-    max_tokens: int = bounded(16, low=1)  # of its reply, whose last number from 0 to 1 is the score
+    max_tokens: int = bounded(16, low=1)  # of its reply, which has to end on the score
     at_once: int = bounded(16, low=1)  # requests
     requests_per_s: float | None = bounded(None, above=0.0)  # None: no limit
     tries: int = bounded(4, low=1)

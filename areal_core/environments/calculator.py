@@ -17,7 +17,7 @@ class Calculator(Environment):
 
     def __init__(self, context: EnvContext) -> None:
         super().__init__(context)
-        self._equals = context.dialogue.message("=", ())  # raises for a model that can't spell it
+        self._equals = context.tokenizer.encode("=")  # raises for a model that can't spell it
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         text, calls = list(task.token_ids), 0

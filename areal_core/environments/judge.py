@@ -24,7 +24,7 @@ from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ConfigError
 from areal_core.types import Outcome, Prompt
 
-_SCORE = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\d.])")
+_SCORE = re.compile(r"(?<![\w.,/+%-])(?<!of )(?<!to )(0?\.[0-9]+|0|1(?:\.0*)?)[\s.*_`]*\Z")  # where a reply ends
 _KEPT = 4096  # verdicts that a worker remembers
 _AGAIN_S, _LONGEST_S = 0.5, 30.0  # before the second try, twice as long before each later one; at most
 _REPEATED = (408, 409, 429, *range(500, 600))  # statuses that may be others the next time
@@ -108,16 +108,16 @@ class LanguageModelJudge:
 
 
 def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verdict:
-    """The last number from 0 to 1 that the judge has written. Raises ValueError where there is none, and others for
-    what is no response."""
-    text, used = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
-    scores = _SCORE.findall(text)
-    if not scores:
-        raise ValueError(f"it has written {text[:200]!r}, and no number from 0 to 1")
-    read, written = used.get("prompt_tokens", 0), used.get("completion_tokens", 0)
+    """The number from 0 to 1 that the judge's reply ends on. Raises ValueError where there is none, and others for what
+    is no response."""
+    text, used = answer["choices"][0]["message"]["content"], answer.get("usage")
+    if (found := _SCORE.search(text)) is None:
+        raise ValueError(f"it has written {text[:200]!r}, which ends on no number from 0 to 1")
+    counts = used if isinstance(used, dict) else {}
+    read, written = (int(counts.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     dollars = (read * config.dollars_per_million_read + written * config.dollars_per_million_written) / 1e6
     numbers = {"judge/tokens": read + written, "judge/dollars": dollars, "judge/repeated": repeated}
-    score = float(scores[-1])
+    score = float(found[1])
     outcome = Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT
     return Verdict(outcome, score, text.strip()[:200], metrics=numbers)
 

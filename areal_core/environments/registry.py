@@ -80,19 +80,20 @@ def open_environment(
     config: RunConfig,
     tokenizer: Tokenizer,
     on_failure: Callable[[str], None] = lambda failure: None,
-    verify: Verifier | None = None,
+    instead: Callable[[str], Verifier] | None = None,
 ) -> Environment:
-    """The environment that `config` names, with its verifier unless `verify` takes that one's place; `on_failure` is
-    told what the verifier fails with. Raises ConfigError, naming the field, for one that can't be found."""
-    make = environment_class(config)
+    """The environment that `config` names, with its verifier and the functions of environment.rewards; `on_failure` is
+    told what these fail with. `instead` gives what takes the place of a function of environment.rewards, by its name,
+    and of the verifier, by "". Raises ConfigError, naming the field, for one that can't be found."""
+    make, parts = environment_class(config), _parts(config.environment)
     context = EnvContext(
         environment=config.environment,
         task=config.task,
         algorithm=config.algorithm,
         tokenizer=tokenizer,
         dialogue=Dialogue(config.task.chat, tokenizer),
-        verify=verify or open_verifier(config.environment, config.task),
-        parts=_parts(config.environment),
+        verify=instead("") if instead else open_verifier(config.environment, config.task),
+        parts={name: (by, instead(name) if instead else function) for name, (by, function) in parts.items()},
         on_failure=on_failure,
     )
     try:
@@ -127,9 +128,11 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
-def open_judge(config: RunConfig, verify: Verifier | None = None) -> Judge:
-    """The judge of completions outside of an environment, as `open_environment` has it."""
-    return Judge(config.environment, verify or open_verifier(config.environment, config.task))
+def open_judge(config: RunConfig, part: str = "") -> Judge:
+    """The judge of completions outside of an environment: with the verifier, or a function of environment.rewards."""
+    if part:
+        return Judge(config.environment, _parts(config.environment)[part][1], f"environment.rewards {part}")
+    return Judge(config.environment, open_verifier(config.environment, config.task))
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

@@ -17,6 +17,7 @@ import re
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,8 @@ class Judge:
         before = _now.set((self._name, task, text))
         on_verdict()
         try:
-            return await self._called(task, text)
+            with unlimited():
+                return await self._called(task, text)
         finally:
             _now.reset(before)
             on_verdict()
@@ -137,6 +139,7 @@ def _is_ending() -> bool:
 # -- what is judged now ---------------------------------------------------------------------------------------------
 
 limit_s: float | None = None  # of an awaited verdict; None: there is no limit here
+unlimited: Callable[[], AbstractContextManager[None]] = nullcontext  # around a verdict
 on_verdict: Callable[[], object] = list  # is called as a verdict begins and ends
 # Name of the verifier, task and text that are judged in this context.
 _now: ContextVar[tuple[str, Prompt, str] | None] = ContextVar("now", default=None)

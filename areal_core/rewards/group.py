@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -108,13 +109,24 @@ class GroupRollout(Saying):
     def _cut(self) -> None:
         for policy, task in zip(self._policies, self._tasks, strict=True):
             if not task.done():
-                policy.ended = Outcome.CUT if policy.waits else Outcome.TIMED_OUT
+                policy.ended = Outcome.TIMED_OUT if policy.begun and not policy.waits else Outcome.CUT
                 task.cancel()
+        self._expect_end()
 
     def close(self) -> None:
         """Cancel the rollouts."""
-        if self._rollouts is not None:
-            self._rollouts.cancel()
+        for task in self._tasks:  # also where `_side_by_side` has not begun
+            task.cancel()
+        self._expect_end()
+
+    def _expect_end(self) -> None:
+        if not all(task.done() for task in self._tasks):
+            asyncio.get_running_loop().call_later(self._config.rollout.reward_timeout_s, self._overdue)
+
+    def _overdue(self) -> None:
+        """Ends the process where rollouts have gone on: they keep their places, and sample for nobody."""
+        if not all(task.done() for task in self._tasks):
+            swallowed(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it through"))
 
     def _begin(self) -> asyncio.Task[list[Rollout]]:
         opens, n = self._environment.opens_with_prompt, self._n
@@ -148,6 +160,7 @@ class GroupRollout(Saying):
         _current.set(running)  # in the context of this task, and of those that the rollout starts
         try:
             async with _place(self._environment):
+                policy.begun = True
                 rollout = await running.limited(self._environment.rollout(self._task, policy))
         except RolloutLimitError:
             rollout = self._incorrect(policy, Outcome.OVER_LIMIT)
@@ -202,7 +215,9 @@ _prepared: dict[Environment, _Prepared] = {}  # in a worker
 @asynccontextmanager
 async def _place(environment: Environment) -> AsyncIterator[None]:
     """A place for a rollout, once the environment is set up. Waiting for it has no time limit."""
-    prepared = _prepared.get(environment) or _prepared.setdefault(environment, _Prepared(environment))
+    prepared = _prepared.get(environment)
+    if prepared is None or (prepared.setup.done() and (prepared.setup.cancelled() or prepared.setup.exception())):
+        prepared = _prepared[environment] = _Prepared(environment)
     async with prepared.places:
         await asyncio.shield(prepared.setup)
         yield
@@ -210,8 +225,9 @@ async def _place(environment: Environment) -> AsyncIterator[None]:
 
 async def tear_down() -> None:
     """End the environments of this worker."""
-    await asyncio.gather(*(environment.teardown() for environment in _prepared), return_exceptions=True)
-    _prepared.clear()
+    for environment in _prepared:
+        with suppress(Exception):  # the process ends, whatever it meets
+            await environment.teardown()
 
 
 def known_error(error: BaseException) -> ArealError:
@@ -219,6 +235,10 @@ def known_error(error: BaseException) -> ArealError:
     if isinstance(error, ArealError):  # a class of the user's may not be known elsewhere
         return error if type(error).__module__ == ArealError.__module__ else RewardError(str(error))
     return VerifierError(verdicts.explained("the environment", error))
+
+
+# Is called for rollouts that can't be ended; a worker ends then.
+swallowed: Callable[[RewardTimeoutError], object] = logging.getLogger(__name__).error
 
 
 # -- time limits -------------------------------------------------------------------------------------------------------
@@ -249,7 +269,7 @@ class _Running:
     def start_limit(self) -> None:
         if self._scope is not None and not self._scope.expired():
             now = asyncio.get_running_loop().time()
-            self._scope.reschedule(None if self.unlimited or verdicts.judging() else now + self._limit_s)
+            self._scope.reschedule(None if self.unlimited else now + self._limit_s)
 
 
 # In the context of a rollout; elsewhere one that nobody looks at.
@@ -270,6 +290,9 @@ def unlimited() -> Iterator[None]:
         yield
     finally:
         running.unlimited -= 1
+
+
+verdicts.unlimited = unlimited  # a verdict has a time limit of its own
 
 
 def note_failure(failure: str) -> None:

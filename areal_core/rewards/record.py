@@ -41,6 +41,7 @@ class RecordingPolicy:
     _calls: list[Completion | None] = field(default_factory=list[Completion | None])
     _earned: dict[int, float] = field(default_factory=dict[int, float])  # by call
     _cut_off: bool = False  # the completion that has come last ran into its limit
+    begun: bool = False  # it has its place
     ended: Outcome | None = None  # the rollout is to end now, with this outcome
 
     async def sample(
@@ -149,6 +150,12 @@ class RecordingPolicy:
                         f"environment: call {segment.call} is in two segments; let the second one be context (call -1)"
                     )
                 calls |= {segment.call} - {-1}
+            after, new = sum(len(segment.token_ids) for segment in rest), self.limits.max_new_tokens
+            if after > new or after + len(prompt.token_ids) > self.limits.max_prompt_tokens + new:
+                raise RewardError(
+                    f"environment: a trajectory has {len(prompt.token_ids)} + {after} tokens, more than "
+                    "task.max_prompt_tokens and task.max_new_tokens allow"
+                )
             if all(segment.call < 0 for segment in rest):
                 raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
 

@@ -138,7 +138,7 @@ class RemoteWorker:
 
     async def follow(self, hear: Callable[[Event], None]) -> None:
         """Exchange messages until its connection ends."""
-        writing = asyncio.ensure_future(self._write())
+        writing = asyncio.ensure_future(self._write(hear))
         try:
             async for message in self._socket:
                 if message.type is WSMsgType.BINARY:
@@ -146,10 +146,16 @@ class RemoteWorker:
         finally:
             writing.cancel()
 
-    async def _write(self) -> None:
+    async def _write(self, hear: Callable[[Event], None]) -> None:
         with suppress(ConnectionError):  # as `follow` will find
             while True:
-                await self._socket.send_bytes(encode_work(*await self._events.get()))
+                group, message = await self._events.get()
+                try:
+                    work = encode_work(group, message)
+                except (TypeError, ValueError, OverflowError) as error:
+                    hear((group, RewardError(f"task: a prompt's row can't be sent: {error}")))
+                else:
+                    await self._socket.send_bytes(work)
 
     def kill(self) -> None:
         """Close its connection, at which it begins anew by itself."""

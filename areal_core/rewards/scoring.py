@@ -46,7 +46,8 @@ def scored_group(
     rollout_of = [place for place, _ in held]
     lengths = [sum(len(segment.token_ids) for segment in rest) for rest in rests]
     prompts: dict[bytes, int] = {}
-    prompt_of = [prompts.setdefault(trajectory.segments[0].token_ids.tobytes(), len(prompts)) for _, trajectory in held]
+    beginnings = [np.asarray(trajectory.segments[0].token_ids, np.int32).tobytes() for _, trajectory in held]
+    prompt_of = [prompts.setdefault(beginning, len(prompts)) for beginning in beginnings]
 
     def joined(field: str, kind: Any) -> Any:
         return np.concatenate([getattr(segment, field) for rest in rests for segment in rest]).astype(kind)
@@ -125,7 +126,7 @@ def _returns(
         for segment in trajectory.segments[1:]:
             end += len(segment.token_ids)
             if segment.call >= 0:
-                turns.append((place, segment.call, sequence, end, segment.reward))
+                turns.append((place, segment.call, sequence, end, number("the reward of a turn", segment.reward)))
         turns[-1] = (*turns[-1][:3], end, turns[-1][4])  # what the environment has said last is no turn
     found: list[Return] = []
     for place, reward in enumerate(rewards):

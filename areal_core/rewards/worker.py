@@ -47,6 +47,7 @@ from areal_core.environments.registry import open_environment, open_judge
 from areal_core.environments.verdicts import Apart, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards import group as group_module
 from areal_core.rewards.group import GroupRollout, known_error, note_failure, step_ended, tear_down, unlimited
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Outcome, Prompt
@@ -215,6 +216,7 @@ class _Loop(asyncio.SelectorEventLoop):
             selector.timeline = TimelineWriter(timeline, cpu=time.process_time)
         signal.signal(signal.SIGALRM, self._end)
         verdicts.on_verdict = self._start_limit
+        group_module.swallowed = self._swallowed
         self.add_reader(pipe.fileno(), self._receive)
         self._noted[_SINCE] = time.monotonic()
         self._tell(0, None)
@@ -253,6 +255,11 @@ class _Loop(asyncio.SelectorEventLoop):
         if group := _group.get():
             self._tell(group, RewardTimeoutError(verdicts.hung(traceback.extract_stack(frame), self._limit_s)))
             os._exit(1)
+
+    def _swallowed(self, error: RewardTimeoutError) -> None:
+        if group := _group.get():
+            self._tell(group, error)
+        os._exit(1)
 
     def _receive(self) -> None:
         try:
@@ -334,12 +341,13 @@ def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRol
     return rollout
 
 
-def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
-    """The verdict on a text, from a worker of its own. Raises RewardTimeoutError with its stack for a verifier that
-    hangs, VerifierError for one that ends its process, ConfigError for one that can't be imported, what the verifier
-    raises, and RewardError where no worker starts, which says nothing about the verifier."""
-    worker = WorkerProcess(functools.partial(_verdict, config), 0, None, _OPEN_S)
-    name, started = config.environment.judged_by, False
+def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text, from a worker of its own: the verifier's, or that of a `part` of environment.rewards.
+    Raises RewardTimeoutError with its stack for a verifier that hangs, VerifierError for one that ends its process,
+    ConfigError for one that can't be imported, what the verifier raises, and RewardError where no worker starts, which
+    says nothing about the verifier."""
+    worker = WorkerProcess(functools.partial(_verdict, config, part), 0, None, _OPEN_S)
+    name, started = f"environment.rewards {part}" if part else config.environment.judged_by, False
     try:
         worker.start()
         started = True
@@ -359,12 +367,12 @@ def outcome_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
         worker.kill()
 
 
-async def judged_apart(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
+async def judged_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
     try:
         with unlimited():
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(_one_at_a_time(), outcome_apart, config, prompt, text)
+            return await loop.run_in_executor(_one_at_a_time(), outcome_apart, config, part, prompt, text)
     except (RewardTimeoutError, VerifierError) as error:
         return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
 
@@ -373,9 +381,9 @@ _one_at_a_time = functools.cache(functools.partial(ThreadPoolExecutor, 1))
 _IMPORT = "import"
 
 
-def _verdict(config: RunConfig, judged: tuple[Prompt, str] | str) -> Awaitable[Verdict] | None:
+def _verdict(config: RunConfig, part: str, judged: tuple[Prompt, str] | str) -> Awaitable[Verdict] | None:
     """In a worker: the verdict on a text. _IMPORT: only import the verifier."""
-    judge = _judge(config)
+    judge = _judge(config, part)
     return None if isinstance(judged, str) else judge(*judged, truncated=False)
 
 
@@ -384,5 +392,5 @@ _judge = functools.cache(open_judge)
 
 @functools.cache
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
-    verify = Apart(judged_apart, config) if apart else None
-    return open_environment(config, Tokenizer.from_folder(model_path), note_failure, verify)
+    instead = functools.partial(Apart, judged_apart, config) if apart else None
+    return open_environment(config, Tokenizer.from_folder(model_path), note_failure, instead)

@@ -145,7 +145,7 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
     nothing. Raises UserCodeError with the traceback, the prompt and the completion where it raises, returns no score
     from 0 to 1, hangs or dies."""
     try:
-        found = outcome_apart(config, task, task.answer)
+        found = outcome_apart(config, "", task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
         raise UserCodeError(str(error)) from None
     except RewardError as error:

@@ -79,12 +79,35 @@ def test_a_score_is_read_and_its_cost_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 0.25", 0.25),
+        ("I give **1.0**.", 1.0),
+        (".5", 0.5),
+        ("Criterion 1: fine. Score: 0.2.", 0.2),
+        ("0.8/1", None),
+        ("0.3 out of 1", None),
+        ("-1", None),
+        ("1%", None),
+        ("0 (1 error)", None),
+        ("On a scale from 0 to 1, this is 0.", 0.0),
+        ("I can't say", None),
+    ],
+)
+def test_a_reply_ends_on_its_score(monkeypatch: pytest.MonkeyPatch, reply: str, score: float | None) -> None:
+    """What could be another number is none."""
+    with serving((200, reply)) as (url, _):
+        [verdict] = judged(url, "six", monkeypatch=monkeypatch, tries=1)
+    assert verdict.score == score
+
+
+@pytest.mark.parametrize(
     ("replies", "requests", "said"),
     [
         ([(429, "slow down"), (503, "busy"), (200, "1.0")], 3, None),
         ([(200, "no idea"), (200, "0")], 2, None),
         ([(500, "broken")], 3, "gives no score: 500 broken"),
-        ([(200, "17")], 3, "it has written '17', and no number from 0 to 1"),
+        ([(200, "17")], 3, "it has written '17', which ends on no number from 0 to 1"),
         ([(401, "no key")], 1, "gives no score: 401 no key"),
     ],
 )

@@ -256,6 +256,67 @@ def test_rollouts_that_are_cut_have_no_result_where_they_wait_for_the_policy():
     assert (summary.rollout_of, summary.unused_tokens) == ((0, 2), 2)
 
 
+def test_closing_a_group_that_has_just_begun_frees_its_places():
+    class Alone(Own):
+        at_once = 1
+
+    async def main():
+        environment = Alone(lambda task, policy: policy.sample(task.token_ids))
+        given_up = GroupRollout(environment, PROMPT, configured())
+        given_up.deliver([])
+        given_up.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        environment.function = lambda task, policy: asyncio.sleep(0, rolled(None))
+        other = GroupRollout(environment, PROMPT, configured())
+        other.deliver([])
+        async with asyncio.timeout(10):
+            await other.said()
+
+    with pytest.raises(RewardError, match="no result for any completion"):
+        asyncio.run(main())
+
+
+def test_a_setup_that_fails_is_tried_again():
+    class Failing(Own):
+        tries = 0
+
+        async def setup(self):
+            self.tries += 1
+            if self.tries == 1:
+                raise OSError("no room")
+
+    async def main():
+        environment, said = Failing(lambda task, policy: asyncio.sleep(0, rolled(None))), []
+        for _ in range(2):
+            rollout = GroupRollout(environment, PROMPT, configured())
+            rollout.deliver([])
+            with pytest.raises(RewardError) as error:
+                await rollout.said()
+            said.append(str(error.value).partition("\n")[0])
+        return said
+
+    first, second = asyncio.run(main())
+    assert "no room" in first
+    assert "no result" in second
+
+
+def test_a_rollout_that_waits_for_its_place_is_cut_as_the_systems(monkeypatch):
+    class Alone(Own):
+        at_once = 1
+
+    async def main():
+        rollout = GroupRollout(Alone(lambda task, policy: asyncio.Event().wait()), PROMPT, configured())
+        rollout.deliver([])
+        await asyncio.sleep(0.01)
+        rollout.cut()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*rollout._tasks)
+        return [task.result().outcome for task in rollout._tasks]
+
+    assert asyncio.run(main()) == [Outcome.TIMED_OUT, Outcome.CUT]
+
+
 def test_a_group_of_which_all_is_cut_is_generated_again():
     async def main():
         rollout = GroupRollout(Judging([]), PROMPT, configured())
@@ -360,6 +421,15 @@ def repeated(policy):
     return (dataclasses.replace(one, segments=(*one.segments, one.segments[1])),)
 
 
+def lengthened(policy):
+    [one] = policy.trajectories()
+    arrays = ("token_ids", "loss_mask", "logprobs", "versions")
+    said = dataclasses.replace(
+        one.segments[0], **{name: np.resize(getattr(one.segments[0], name), 21) for name in arrays}
+    )
+    return (dataclasses.replace(one, segments=(*one.segments, said)),)
+
+
 def swapped(kept=[]):  # noqa: B006 - the sequences of the rollout before
     def give(policy):
         kept.append(policy.trajectories())
@@ -380,6 +450,7 @@ def swapped(kept=[]):  # noqa: B006 - the sequences of the rollout before
         (changed(versions=lambda its: its.versions + 1), "call 0 of this rollout has sampled something else"),
         (changed(call=lambda its: 7), "call 7 of this rollout has sampled something else"),
         (repeated, "call 0 is in two segments"),
+        (lengthened, r"a trajectory has 4 \+ 23 tokens, more than task\.max_prompt_tokens and"),
         (swapped(), "call 0 of this rollout has sampled something else"),
     ],
 )  # fmt: skip

@@ -394,7 +394,7 @@ def verify(task: Prompt, text: str) -> Verdict:
 
 
 def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
-    return outcome_apart(config, PROMPT, text)
+    return outcome_apart(config, "", PROMPT, text)
 
 
 def test_verdicts_are_those_of_the_verifier() -> None:
@@ -414,7 +414,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
     with pytest.raises(error, match=f"^environment.verifier {CONFIG.environment.verifier}: {said}"):
         outcome(text)
-    verdict = asyncio.run(judged_apart(CONFIG, PROMPT, text))
+    verdict = asyncio.run(judged_apart(CONFIG, "", PROMPT, text))
     assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
     assert f"completion:\n        {text}" in str(verdict.failure)
 
@@ -428,7 +428,7 @@ async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(gr
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_START_S", 1e-3)
     with pytest.raises(RewardError, match="did not start") as failed:
-        asyncio.run(judged_apart(CONFIG, PROMPT, "1"))
+        asyncio.run(judged_apart(CONFIG, "", PROMPT, "1"))
     assert type(failed.value) is RewardError  # the group is tried again; no worker is counted as lost
 
 
@@ -445,6 +445,6 @@ def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(worker, "_OPEN_S", 3.0)
     config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
-    verdict = asyncio.run(judged_apart(config, PROMPT, "#2"))
+    verdict = asyncio.run(judged_apart(config, "", PROMPT, "#2"))
     assert str(verdict.failure).split("\n")[0] == found.format(file=tmp_path / "own_module.py")
     assert verdict.outcome is (Outcome.CORRECT if found == "None" else Outcome.TIMED_OUT)
