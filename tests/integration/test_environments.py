@@ -40,7 +40,7 @@ class Compacting(Environment):
             turn = await policy.sample(self.context.tokenizer.encode(prompt), stop=self._end)
             step = _STEP.search(self.context.tokenizer.decode(turn.token_ids.tolist()))
             if step is None or len(prompt) < 5:
-                return self.context.scored(self.context.judge(task, turn), contexts=contexts)
+                return self.context.scored(await self.context.judge(task, turn), contexts=contexts)
             prompt, contexts = step[1] + prompt[3:], contexts + 1
 
 
