@@ -3,9 +3,9 @@
     python -m benchmarks.staleness [--seeds 1,2,3] [--lags 0,4,8,16] [--steps N] [--out FILE] [--picture FILE]
                                    [field=value ...]
 
-Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated, all of it: one process decodes,
-scores and trains in turns, with the parts of a run but without its controller, so that the lag is exact where a run
-only bounds it. For a seed, every objective and lag has the same prompts in the same order and samples with the same
+Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated, all of it. One process decodes,
+scores and trains in turns, with the parts of a run but without its controller. So the lag is exact, where a run only
+bounds it. For a seed, every objective and lag has the same prompts in the same order and samples with the same
 random numbers; all start from the same base model. The accuracy is greedy, over all held-out prompts, after the last
 step. At lag 0 both objectives are the same but for rounding, which is there to be seen in the table.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -170,17 +169,14 @@ class Rollouts:
 
     def lengths(self, *, cut: bool = False) -> list[int]:
         """Tokens that were sampled for each rollout; `cut`: for those alone that wait for completions."""
-        tokens: Counter[int] = Counter(range(self._request.n))
-        tokens.subtract(range(self._request.n))
-        waiting: set[int] = set()
+        tokens, waiting = [0] * self._request.n, set[int]()
         for part in self._parts:
             for rollout, length in zip(part.rollouts, part.pending.lengths(), strict=True):
                 tokens[rollout] += length
             waiting |= {part.rollouts[index] for index in part.pending.unfinished()}
-        found = [tokens[rollout] for rollout in range(self._request.n)]
         if cut:
-            return [found[rollout] for rollout in sorted(waiting)]
-        return list(map(max, found, self._before))
+            return [tokens[rollout] for rollout in sorted(waiting)]
+        return list(map(max, tokens, self._before))
 
     def _deliver(self, arrived: Sequence[Arrival]) -> None:
         if self._session is None:

@@ -182,9 +182,9 @@ class RunConfig:
 
     @property
     def recomputes_proximal(self) -> bool:
-        """Whether pi_prox takes a forward pass of its own. Where nothing is stale, the policy that sampled a batch is
-        the one that it trains: pi_behav is pi_prox, and Eq. 5 is PPO; unless the two are compared to bound what servers
-        and trainer differ in."""
+        """Whether pi_prox takes a forward pass of its own. Where nothing is stale, a batch trains the policy that
+        sampled it. Then pi_behav is pi_prox, and Eq. 5 is PPO. The pass is made all the same where both are compared,
+        to bound the difference between servers and trainer."""
         stale = self.max_staleness > 0 or self.algorithm.bounds_weights
         return self.algorithm.takes_proximal and stale
 

@@ -145,11 +145,6 @@ on_verdict: Callable[[], object] = list  # is called as a verdict begins and end
 _now: ContextVar[tuple[str, Prompt, str] | None] = ContextVar("now", default=None)
 
 
-def judging() -> bool:
-    """Whether a verifier is called in this context, which has a time limit of its own."""
-    return _now.get() is not None
-
-
 # -- what people are shown ---------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ class GroupRollout(Saying):
             self._rollouts = self._begin()
         self._calls.deliver(arrived, completions)
 
-    def cut(self, _: object = None) -> None:
+    def cut(self) -> None:
         """End the rollouts that have not ended. One that waits for the policy has no result; any other has taken too
         long by itself, and is incorrect."""
         asyncio.get_running_loop().call_soon(self._cut)  # after their first steps, if they have begun just now

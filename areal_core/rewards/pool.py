@@ -118,8 +118,10 @@ class RewardPool:
         """Kill the workers; groups that have not ended end with a RewardError."""
         self._closed = True
         if self._tears_down:
-            here = [worker.process for worker in self._workers if isinstance(worker, _LocalWorker)]
-            await asyncio.gather(*(asyncio.to_thread(process.end) for process in here))
+            here = [worker for worker in self._workers if isinstance(worker, _LocalWorker)]
+            for worker in here:
+                worker.send(0, None)
+            await asyncio.gather(*(asyncio.to_thread(worker.process.wait) for worker in here))
         for worker in self._workers[:]:
             self._lose(worker)
         for session in self._waiting:

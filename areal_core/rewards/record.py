@@ -53,7 +53,8 @@ class RecordingPolicy:
         trained: bool = True,
     ) -> Completion:
         text = tuple(map(int, token_ids))  # not numpy's
-        sequence, room = self._extended(text), self.room(text)
+        sequence = self._extended(text)
+        room = self._room(text, sequence)
         if len(self._calls) >= self.max_turns:
             raise RolloutLimitError(f"environment: the rollout has had its {self.max_turns} turns (max_turns)")
         if not text or room < 1:
@@ -99,9 +100,7 @@ class RecordingPolicy:
 
     def room(self, token_ids: Sequence[int]) -> int:
         text = tuple(map(int, token_ids))
-        sequence, new = self._extended(text), self.limits.max_new_tokens
-        begun = len(text) if sequence is None else len(sequence.segments[0].token_ids)
-        return min(begun + new, self.limits.max_prompt_tokens + new) - len(text)
+        return self._room(text, self._extended(text))
 
     def earn(self, completion: Completion, reward: float) -> None:
         for call, known in enumerate(self._calls):
@@ -131,6 +130,11 @@ class RecordingPolicy:
             self._check(trajectories)
         truncated = self._cut_off if rollout.truncated is None else bool(rollout.truncated)
         return replace(rollout, trajectories=trajectories, truncated=truncated)
+
+    def _room(self, text: tuple[int, ...], sequence: _Sequence | None) -> int:
+        """Tokens that may follow `text`, which goes on with `sequence`, or begins another one."""
+        prompt = len(text) if sequence is None else len(sequence.segments[0].token_ids)
+        return min(prompt, self.limits.max_prompt_tokens) + self.limits.max_new_tokens - len(text)
 
     def _extended(self, text: tuple[int, ...]) -> _Sequence | None:
         """The longest sequence that `text` goes on with."""

@@ -144,9 +144,8 @@ class WorkerProcess:
             raise result
         return result
 
-    def end(self) -> None:
-        """Blocks until it has torn its environments down, or for a while."""
-        self.send((0, None))
+    def wait(self) -> None:
+        """Blocks until it has ended in order, after a message for group 0, or for a while."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
 
@@ -282,7 +281,8 @@ class _Loop(asyncio.SelectorEventLoop):
             if its is not None:
                 self._close(group)
         elif context is not None and isinstance(its, GroupRollout):
-            error = context.run(self._step, attempt, its.cut if message.cut else its.deliver, message.completions)
+            work = (its.cut,) if message.cut else (its.deliver, message.completions)
+            error = context.run(self._step, attempt, *work)
             if error is not None:
                 self._close(group)
                 self._tell(group, error)
@@ -322,10 +322,10 @@ class _Loop(asyncio.SelectorEventLoop):
             self._pipe.send((group, RewardError(f"environment: what it gives can't be sent: {error}")))
 
 
-def attempt(function: Callable[[Any], Any], message: Any) -> Any:
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a call, or an ArealError for what it raises."""
     try:
-        return function(message)
+        return function(*arguments)
     except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
         return known_error(error)
 
@@ -335,7 +335,7 @@ def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRol
     assert message.prompt is not None
     its = config.of(message.prompt.task)
     environment = _environment(its, model_path, message.apart)
-    shown_with = Tokenizer.from_folder(model_path) if message.shown else None
+    shown_with = _tokenizer(model_path) if message.shown else None
     rollout = GroupRollout(environment, message.prompt, its, n=message.n, shown_with=shown_with)
     rollout.deliver(message.completions)
     return rollout
@@ -393,4 +393,7 @@ _judge = functools.cache(open_judge)
 @functools.cache
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
     instead = functools.partial(Apart, judged_apart, config) if apart else None
-    return open_environment(config, Tokenizer.from_folder(model_path), note_failure, instead)
+    return open_environment(config, _tokenizer(model_path), note_failure, instead)
+
+
+_tokenizer = functools.cache(Tokenizer.from_folder)

@@ -101,8 +101,8 @@ def _matrices(spec: ModelSpec) -> float:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak of matrix products: of a GPU by its data sheet (float32: without TF32; bfloat16: dense), None for one that
-    is unknown; of a CPU core as one large product in this process reaches it.
+    """Peak of matrix products. Of a GPU it is that of the data sheet (float32: without TF32; bfloat16: dense), None
+    where it is unknown. Of a CPU core it is what one large product reaches in this process.
 
     A core without instructions for `dtype` takes a hundred times as long for that product as in float32, and less for
     others, so float32 counts as well."""

@@ -177,12 +177,12 @@ class Trainer:
     def _costs(self, group: BatchGroup, credit: Credit) -> list[PromptCost]:
         """What training on a group costs, by prompt. A sequence without a gradient costs nothing."""
         costs: list[PromptCost] = []
+        trained = np.array(credit.moves()) | self.config.algorithm.regularised
         for prompt, tokens in enumerate(group.prompts):
             members = [sequence for sequence, its in enumerate(group.prompt_of) if its == prompt]
             lengths = [group.lengths[sequence] for sequence in members]
             once, completions = training_cost(self.spec, tokens, lengths, shared=self._shares_prompts)
-            trained = np.array(credit.moves())[members] | self.config.algorithm.regularised
-            costs.append(PromptCost(once, np.where(trained, completions, 0.0).tolist(), members))
+            costs.append(PromptCost(once, np.where(trained[members], completions, 0.0).tolist(), members))
         return costs
 
     # -- what is kept ------------------------------------------------------------------------------------------

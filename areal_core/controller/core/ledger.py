@@ -375,8 +375,8 @@ class TrajectoryLedger:
     def publish(self, version: PolicyVersion) -> str:
         """Record a published version.
 
-        Returns "new"; "same" if it was published before with this content, or is folded; "replaced" if its content
-        differs from what was published under its number: then everything that depends on the old content starts again.
+        Returns "new", or "same" if it was published before with this content, or is folded. Returns "replaced" if its
+        content differs from what was published under its number. Then all that depends on the old content starts again.
         """
         with self._transaction():
             last = self.versions.last()
