@@ -57,7 +57,7 @@ def verified(source: Path, digest: str) -> Iterator[None]:
             _check(source, digest)
             mark.write(b"verified")
     yield
-    if _identity(source) != found:
+    if [known[:-1] for known in _identity(source)] != [known[:-1] for known in found]:  # a link changes its ctime
         raise ValueError(f"{source}: was replaced while it was read")
 
 

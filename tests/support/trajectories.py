@@ -38,14 +38,16 @@ _METRIC = re.compile(r"^(?:areal_generation|vllm)[_:](\w+)(?:\{[^}]*\})? (\S+)$"
 
 def audited(state: Path, *, servers: int, interruption: str, steps: int, **groups: dict[str, Any]) -> RunConfig:
     """A run whose trajectories can be audited: payloads stay, the base model is far from uniform predictions, and every
-    step changes the weights so much that no version passes for another. Nothing is learnt. Slots are few and prompts
-    of many steps are admitted at once, so that servers that are quicker than the trainer still run some when an update
-    comes (in 24 steps 30 to 100 completions are interrupted, whoever else wants the cores)."""
+    step changes the weights so much that no version passes for another. It learns to write long completions, so that
+    some run whenever a server is killed. Slots are few and prompts of many steps are admitted at once, so that servers
+    that are quicker than the trainer still run some when an update comes (in 24 steps 30 to 100 completions are
+    interrupted, whoever else wants the cores)."""
     fields: dict[str, dict[str, Any]] = {
         "warmup": {"worked_steps": 100, "worked_batch": 16, "direct_steps": 0},
         "model": {"hidden_size": 64, "layers": 3, "intermediate_size": 128},
         "generation": {"servers": servers, "interruption": interruption, "slots": 8},
         "task": {"max_new_tokens": 112},
+        "environment": {"verifier": "tests.support.verifiers:long", "verify_truncated": True},
         "rollout": {"retain": "all", "batch_size": 64, "max_staleness": 8},
         "training": {"steps": steps, "learning_rate": 5e-3, "weight_decay": 0.5, "checkpoint_every": steps},
         "evaluation": {"every": steps},

@@ -15,3 +15,8 @@ def slow(task: Prompt, completion: str) -> Verdict:
 def ends(task: Prompt, completion: str) -> Verdict:
     """Right is whatever ends: what was cut off is never judged."""
     return Verdict.of(Outcome.CORRECT, completion)
+
+
+def long(task: Prompt, completion: str) -> float:
+    """The longer, the better: the policy keeps away from completions of a few tokens."""
+    return min(1.0, len(completion) / 128)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,13 @@ def test_numbers_that_are_not_finite_are_refused_by_name(file: Path, dtype: torc
 @pytest.mark.usefixtures("marks")
 def test_a_version_replaced_while_it_is_read_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match="was replaced while it was read"), verified(file, weights_digest(file)):
-        os.replace(file.rename(file.with_name("other")), file)
+        os.replace(shutil.copyfile(file, file.with_name("other")), file)
+
+
+@pytest.mark.usefixtures("marks")
+def test_a_version_may_be_linked_while_it_is_read(file: Path) -> None:
+    with verified(file, weights_digest(file)):
+        os.link(file, file.with_name("backup"))
 
 
 def test_a_verifier_that_dies_blocks_nobody(file: Path, checks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
