@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -125,11 +126,11 @@ def parse_generation(body: bytes) -> list[Completion]:
     a version for every token. A request to a version by its name has no other: what the server has loaded meanwhile,
     and labels its tokens with, does not matter."""
     try:
-        values = orjson.loads(body)
-        choices, named = values["choices"], _VERSION_NAME.fullmatch(values.get("model") or "")
-        return [_parse_choice(choice, None if named is None else int(named[1])) for choice in choices]
-    except (KeyError, TypeError, ValueError) as error:
-        raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
+        response = _decoder.decode(body)
+        named = _VERSION_NAME.fullmatch(response.model or "")
+        return [_parse_choice(choice, None if named is None else int(named[1])) for choice in response.choices]
+    except ValueError as error:  # msgspec.MsgspecError among them
+        raise GenerationError(f"not a response of /inference/v1/generate: {error}") from None
 
 
 def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
@@ -192,14 +193,42 @@ def _encode_choice(index: int, completion: Completion) -> dict[str, Any]:
     }
 
 
-def _parse_choice(choice: dict[str, Any], version: int | None) -> Completion:
-    token_ids = np.array(choice["token_ids"], dtype=np.int32)
-    content = choice["logprobs"]["content"]
-    spans = [(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"]]
+class _Token(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+    finish_reason: str
+
+
+class _Response(msgspec.Struct):
+    choices: list[_Choice]
+    model: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Response)  # half the time of dictionaries
+
+
+def _parse_choice(choice: _Choice, version: int | None) -> Completion:
+    token_ids = np.array(choice.token_ids, dtype=np.int32)
+    spans = choice.weight_versions
     versions = np.repeat(
-        np.array([version for version, _, _ in spans], dtype=np.int32), [end - start for _, start, end in spans]
+        np.array([int(span.version) for span in spans], dtype=np.int32), [span.end - span.start for span in spans]
     )
-    logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)  # null becomes nan
+    logprobs = np.array([token.logprob for token in choice.logprobs.content], dtype=np.float32)
     if version is not None:
         versions = np.full(len(token_ids), version, dtype=np.int32)
     if not len(token_ids) == len(logprobs) == len(versions):
@@ -210,5 +239,5 @@ def _parse_choice(choice: dict[str, Any], version: int | None) -> Completion:
         token_ids=token_ids,
         logprobs=logprobs,
         versions=versions,
-        finish_reason=choice["finish_reason"],
+        finish_reason=choice.finish_reason,
     )
