@@ -157,8 +157,13 @@ class Collector:
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
         kinds = [True, False] if self._samples else [True]  # greedy or not
-        parts = await asyncio.gather(*(self._rollouts(server, problem, greedy=greedy) for greedy in kinds))
-        greedy, *samples = [sample for part in parts for sample in part]
+        parts = [asyncio.create_task(self._rollouts(server, problem, greedy=greedy)) for greedy in kinds]
+        try:
+            greedy, *samples = [sample for part in await asyncio.gather(*parts) for sample in part]
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
         return Record(
             problem=problem.index,
             prompt_id=problem.prompt_id,

@@ -10,8 +10,8 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.environments.verdicts import Verdict
-from areal_core.errors import UserCodeError
-from areal_core.evaluation.sampling import Benchmark, Collector
+from areal_core.errors import GenerationError, UserCodeError
+from areal_core.evaluation.sampling import Benchmark, Collector, Server
 from areal_core.evaluation.scores import Record, RecordFile, scored
 from areal_core.rewards.pool import open_rewards
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
@@ -52,6 +52,7 @@ def collected(
     config: RunConfig = CONFIG,
     *,
     further: Mapping[str, Sequence[str]] = {},
+    server: Server | None = None,
 ) -> list[Record]:
     """Records of problems whose prompts, and `further` texts of environments, have these completions. The gold answer
     is the digit before the last sign."""
@@ -69,7 +70,8 @@ def collected(
             rewards = open_rewards(changed, str(folder), 1)
             try:
                 collector = Collector(benchmark, records, TOKENIZER, rewards, stop_token_ids={"": (END,)})
-                await collector.work(Completing({**texts, **further}), 32)
+                await collector.work(server or Completing({**texts, **further}), 32)
+                assert asyncio.all_tasks() == {asyncio.current_task()}
                 await collector.finished()
             finally:
                 await rewards.close()
@@ -92,6 +94,25 @@ def test_a_completion_that_costs_a_worker_its_process_costs_no_other_its_verdict
 def test_a_verifier_with_a_bug_ends_the_evaluation(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="KeyError: '9'"):
         collected(tmp_path, {f"{first}{second}=": (FAILS,) for first in range(4) for second in range(8)})
+
+
+class Refusing(Completing):
+    """A server that refuses greedy requests, and never completes others."""
+
+    def __init__(self) -> None:
+        self._begun = asyncio.Event()
+
+    async def complete(self, request: GenerationRequest) -> list[Completion]:
+        if request.greedy:
+            await self._begun.wait()
+            raise GenerationError("it refuses")
+        self._begun.set()
+        return await asyncio.Future()
+
+
+def test_a_refused_request_ends_the_others_of_its_problem(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match="it refuses"):
+        collected(tmp_path, {"12=": ("2", "2")}, server=Refusing())
 
 
 def test_a_problem_is_scored_by_all_turns_of_its_environment(tmp_path: Path) -> None:
