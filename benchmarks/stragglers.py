@@ -11,7 +11,7 @@ eta is 4. Training takes a tenth of the time that generating a batch takes. The 
 - `staleness_max`: of a batch's oldest token, in versions; eta is 4;
 - `cut_share`: of the rollouts that don't hang, those that the deadline has cut;
 - `deadline_percentile`: of the times of rollouts that don't hang, where the deadline lies;
-- `longest_wait`: batches that were fixed while a group of the first arm's prompts waited, at most: nobody starves.
+- `longest_wait`: batches by which a prompt was trained on later than in the order of prompts, at most.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Server:
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SLOTS))
     in_flight: int = 0
     ended: int = 0  # completions that did not hang
-    hanging: int = 0
+    hung: int = 0  # completions that did, until they were cut
 
     @property
     def room(self) -> int:
@@ -62,17 +62,18 @@ class Server:
 
     async def _complete(self, pending: PendingCompletions, index: int) -> None:
         self.in_flight += 1
+        hangs = False
         try:
             async with self.slots:
                 time_s, version = drawn(pending.request.seed, index), self.version
-                if time_s is None:
-                    self.hanging += 1
+                hangs = time_s is None
                 await asyncio.sleep(1e9 if time_s is None else time_s)
                 tokens = [5] * max(1, round(_TOKENS_A_UNIT * (time_s or 0.0))) + [END]
                 pending.take([index], receive(body([(tokens, "stop")], version)))
                 self.ended += 1
         finally:
             self.in_flight -= 1
+            self.hung += hangs
             self.freed()
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -127,15 +128,14 @@ async def run(config: RunConfig) -> dict[str, float]:
         longest_wait = max(longest_wait, *(step - 1 - prompt // GROUPS for prompt in prompts))
         await asyncio.sleep(_TRAINING * GROUPS * GROUP * mean_s / SLOTS)
         controller.publish(PolicyVersion(version=step, path="", digest=f"{step}"))
-    end_s = clock()
+    end_s, cut = clock(), sum(ledger.cut().values()) - server.hung
     controller.finish("steps")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    cut = sum(ledger.cut().values())
     return {
         "rate": trained / end_s,
         "staleness_max": max(lags),
-        "cut_share": max(0, cut - server.hanging) / max(1, server.ended),
+        "cut_share": max(0, cut) / max(1, server.ended),
         "longest_wait": longest_wait,
     }
 

@@ -103,7 +103,7 @@ class JudgeConfig:
     at_once: int = bounded(16, low=1)  # requests
     requests_per_s: float | None = bounded(None, above=0.0)  # None: no limit
     tries: int = bounded(4, low=1)
-    timeout_s: float = bounded(60.0, above=0.0)  # of a verdict, over all tries
+    timeout_s: float = bounded(60.0, above=0.0)  # of a request
     dollars_per_million_read: float = bounded(0.0, low=0.0)  # tokens, for the curve of the cost
     dollars_per_million_written: float = bounded(0.0, low=0.0)
 

@@ -33,7 +33,7 @@ _REPEATED = (408, 409, 429, *range(500, 600))  # statuses that may be others the
 class LanguageModelJudge:
     """The verifier `judge`. Raises ConfigError for settings that can't work."""
 
-    bounded = True  # by timeout_s, once it is its turn
+    bounded = True  # each request by timeout_s
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._config = its = environment.judge
@@ -49,19 +49,22 @@ class LanguageModelJudge:
         self._free = asyncio.Semaphore(its.at_once)
         self._next_s = 0.0  # time of the loop before which no request may leave
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Event] = {}  # set once the request has ended
 
     async def __call__(self, task: Prompt, completion: str) -> Verdict:
         asked = self._template.render(task=task, row=task.row, answer=task.answer, completion=completion)
         name = hashlib.blake2b(asked.encode(errors="surrogatepass")).digest()
+        while (asking := self._asking.get(name)) is not None:  # an equal request
+            await asking.wait()
         if (known := self._known.get(name)) is not None:
             self._known.move_to_end(name)
             return replace(known, metrics=dict.fromkeys(known.metrics, 0.0))  # it costs nothing
-        async with self._free:
-            try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    verdict = await self._asked(asked)
-            except TimeoutError:
-                verdict = self._failed(f"no score within {self._config.timeout_s:g} s (environment.judge.timeout_s)")
+        self._asking[name] = asyncio.Event()
+        try:
+            async with self._free:
+                verdict = await self._asked(asked)
+        finally:
+            self._asking.pop(name).set()
         if verdict.score is not None:
             self._known[name] = verdict
             if len(self._known) > _KEPT:
@@ -76,13 +79,16 @@ class LanguageModelJudge:
             await self._turn()
             wait_s = min(_LONGEST_S, _AGAIN_S * 2**attempt)
             try:
-                response = await self._http().post(f"{its.url}/chat/completions", json=body)
+                async with asyncio.timeout(its.timeout_s):
+                    response = await self._http().post(f"{its.url}/chat/completions", json=body)
                 if response.status_code == 200:
                     return _verdict(response.json(), its, attempt)
                 why = f"{response.status_code} {response.text[:200]}"
                 if response.status_code not in _REPEATED:
                     break
                 wait_s = max(wait_s, _seconds(response.headers.get("retry-after")))
+            except TimeoutError:
+                why = f"no response in {its.timeout_s:g} s (environment.judge.timeout_s)"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 why = f"{type(error).__name__}: {error}"
             if attempt + 1 < its.tries:

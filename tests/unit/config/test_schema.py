@@ -50,7 +50,7 @@ algorithm.behaviour_mask_low=5.0 algorithm.behaviour_mask_high=0.5
 algorithm.objective=standard algorithm.behaviour_cap=2.0
     algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav
 environment.verifier=code
-    rollout.reward_timeout_s: must be at least 1280 with environment.verifier=code, which may
+    rollout.reward_timeout_s: must be at least 80 (8 * environment.program_cpu_s) with environment.verifier=code, got 20
 training.zero_stage=3
     training.zero_stage: must be 2 with training.engine=torch, whose ranks share no state, got 3
 training.lora.rank=8 training.lora.targets=q_proj,c_attn
@@ -108,7 +108,7 @@ tasks.tools.task.name=rows tasks.words.ratio=1 model.path=m
 tasks.words.task.name=rows tasks.words.task.held_out_path=h.jsonl
     model.path: tasks.words.task.name=rows needs a model; the embedded one only knows arithmetic
 tasks.one.ratio=2 tasks.two.environment.verifier=code
-    rollout.reward_timeout_s: must be at least 1280 with tasks.two.environment.verifier=code, which may
+    rollout.reward_timeout_s: must be at least 80 (8 * environment.program_cpu_s) with tasks.two.environment
 """  # settings, and what the message begins with
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,13 +53,17 @@ def serving(*replies: tuple[int, str]) -> Iterator[tuple[str, list[dict[str, Any
         thread.join()
 
 
-def judged(url: str, *texts: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[Verdict]:
+def judged(
+    url: str, *texts: str, monkeypatch: pytest.MonkeyPatch, at_once: bool = False, **fields: Any
+) -> list[Verdict]:
     monkeypatch.setattr(module, "_AGAIN_S", 0.001)
     judge = {"url": url, "model": "m", "dollars_per_million_read": 10.0, "tries": 3} | fields
     config = load({"environment": {"verifier": "judge", "judge": judge}}).environment
 
     async def ask() -> list[Verdict]:
         verify = LanguageModelJudge(config)
+        if at_once:
+            return await asyncio.gather(*(verify(TASK, text) for text in texts))
         return [await verify(TASK, text) for text in texts]
 
     return asyncio.run(ask())
@@ -126,6 +131,25 @@ def test_a_judge_that_is_down_is_no_result_and_one_line(monkeypatch: pytest.Monk
     assert verdict.score is None
     assert (verdict.failure or "").startswith("environment.judge: http://127.0.0.1:9 gives no score: ConnectError: ")
     assert "\n" not in (verdict.failure or "")
+
+
+def test_equal_requests_at_the_same_time_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving((200, "1")) as (url, got):
+        verdicts = judged(url, "a", "a", "b", "a", monkeypatch=monkeypatch, at_once=True)
+    assert len(got) == 2
+    assert [verdict.score for verdict in verdicts] == [1.0] * 4
+    assert [verdict.metrics["judge/tokens"] for verdict in verdicts] == [102, 0, 102, 0]
+
+
+def test_a_request_that_takes_too_long_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for its turn costs no request its time."""
+    with serving((200, "1")) as (url, _):
+        found = judged(url, "a", "b", "c", monkeypatch=monkeypatch, at_once=True, requests_per_s=5.0, timeout_s=0.3)
+    assert [verdict.score for verdict in found] == [1.0] * 3
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        [verdict] = judged(url, "a", monkeypatch=monkeypatch, timeout_s=0.01)
+    assert (verdict.failure or "").endswith("no response in 0.01 s (environment.judge.timeout_s)")
 
 
 def test_requests_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
