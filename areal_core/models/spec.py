@@ -48,10 +48,7 @@ class TransformersModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder.
-
-    This package's own forward passes use plain rotary embeddings and SwiGLU with silu.
-    """
+    """The shape of a decoder. This package's own forward passes use plain rotary embeddings and SwiGLU with silu."""
 
     architecture: str  # one of MODEL_TYPES, or another of transformers
     vocab_size: int

@@ -185,7 +185,7 @@ class Trainer:
             costs.append(PromptCost(once, np.where(trained[members], completions, 0.0).tolist(), members))
         return costs
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- checkpoints and the final model -----------------------------------------------------------------------
 
     def _resume(self) -> int:
         """Load the newest complete checkpoint that the controller knows. Returns its step, 0 without one.

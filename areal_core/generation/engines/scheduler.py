@@ -135,7 +135,7 @@ class SlotEngine(ABC):
         self._completions: list[tuple[Group, int] | None] = [None] * slots  # for each slot: group and index
         self._table = Slots(slots, self.context)
 
-    # -- what differs ------------------------------------------------------------------------------------------
+    # -- to be implemented -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _use(self, prepared: Any) -> None:
@@ -153,7 +153,7 @@ class SlotEngine(ABC):
         """Return how many of the next `count` completions of a group may start now."""
         return count
 
-    # -- what is shared ----------------------------------------------------------------------------------------
+    # -- shared by all engines ---------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:

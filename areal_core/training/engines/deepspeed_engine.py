@@ -106,7 +106,7 @@ class DeepSpeedEngine(PolicyEngine):
         self._engine.step()
         return math.sqrt(self._over_ranks(self._change))
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- state and weights -------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, tuple[int, int]]:
         """Return this rank's parts. Every rank has whole weights up to stage 2, and whole moments at stage 0."""
@@ -185,7 +185,7 @@ class DeepSpeedEngine(PolicyEngine):
         flat = values.flatten()
         return flat if len(flat) == stop - start else flat[start:stop]
 
-    # -- what DeepSpeed has on this rank -----------------------------------------------------------------------
+    # -- this rank's parts in DeepSpeed ------------------------------------------------------------------------
 
     def _parts(self) -> list[Tensor]:
         """Return the float32 weights that this rank's optimiser steps: flat parts of the model, or at stage 0 all."""

@@ -113,7 +113,7 @@ class PolicyEngine(ABC):
         if spec.transformers is None:
             compiled_for(self.device, self.dtype)  # loads the kernels here, not in the first step
 
-    # -- what differs ------------------------------------------------------------------------------------------
+    # -- to be implemented -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
@@ -166,7 +166,7 @@ class PolicyEngine(ABC):
     def parts(self) -> Mapping[str, tuple[int, int]]:
         return {}
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- state and weights -------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Float32Array]:
         return self.held(WEIGHT)
@@ -294,7 +294,7 @@ class PolicyEngine(ABC):
         taken, self._compute_s = self._compute_s, 0.0
         return taken
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _logprobs(
         self, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
