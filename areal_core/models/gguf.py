@@ -1,7 +1,7 @@
 """Convert GGUF files of Llama, Qwen2 and Qwen3 decoders (llama.cpp, Ollama) to model folders.
 
-The `gguf` package dequantises weights to float32. The tokenizer is built from the file's tokens and merges. A file
-names its pre-tokenizer but does not hold it: `_CUTS` has those of the supported families.
+The `gguf` package dequantises model weights to float32. The tokenizer is built from the file's tokens and merges. A
+file names its pre-tokenizer but does not hold it: `_CUTS` has those of the supported families.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CUTS = {  # tokenizer.ggml.pre -> pre-tokenizers
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a model folder in the transformers format: weights, tokenizer, chat template.
+    """Convert a GGUF file to a model folder in the transformers format: model weights, tokenizer, chat template.
 
     Raises ModelError naming the file and the missing or unsupported field.
     """

@@ -103,7 +103,7 @@ class Trainer:
                 feed.ahead()
             self._train_step(manifest, batch, waiting_since)
             if manifest.step <= replayed:
-                # If the replay gives other weights, a new incarnation begins and the controller assembles the later
+                # If the replay gives other model weights, a new incarnation begins and the controller assembles later
                 # batches anew. No rank may fetch one of them before.
                 self._until("it is made again", Publisher.drain)
                 feed.ahead()

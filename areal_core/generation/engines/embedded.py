@@ -34,8 +34,8 @@ _PREFILL_TOKENS, _PREFILL_FLOPS = 2048, 1e11
 class Engine(SlotEngine):
     """Decodes requests, each at its temperature or greedily.
 
-    On a CPU, tokens and log-probabilities are bitwise batch-invariant between updates of weights, for one build on one
-    kind of machine.
+    On a CPU, tokens and log-probabilities are bitwise batch-invariant between updates of the model weights, for one
+    build on one kind of machine.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class Engine(SlotEngine):
         self._recomputing = 0  # tokens left to recompute
 
     def read(self, file: Path) -> dict[str, Float32Array]:
-        """Read the weights of a safetensors file or folder; for an adapter, those of the base model with the adapter
-        added.
+        """Read the model weights of a safetensors file or folder; for an adapter, the base model with it added.
 
         The base model is read anew: that takes as long as reading whole weights, and no memory in between. Raises
         ModelError for weights that the engine can't run.
@@ -74,7 +73,7 @@ class Engine(SlotEngine):
         return merged(read_arrays(self._base, self.spec), read_adapter(file, self.spec, lora), lora)
 
     def prepare(self, weights: Mapping[str, Any]) -> Decoder:
-        """Prepare weights, as arrays or torch tensors, for `swap`.
+        """Prepare model weights, as arrays or torch tensors, for `swap`.
 
         It has no effect on running completions, so another thread may call it. A replaced decoder must not be used
         again.

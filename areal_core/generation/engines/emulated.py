@@ -45,8 +45,8 @@ class EmulatedEngine(SlotEngine):
     ) -> None:
         """`slots`, `context` (wire tokens) and the KV cache bound running completions.
 
-        `switches`: the same accelerators train. New weights then come with the switch back to generation, whose time
-        counts for the trainer. Raises ConfigError for a model that does not fit.
+        `switches`: the same accelerators train. New model weights then come with the switch back to generation, whose
+        time counts for the trainer. Raises ConfigError for a model that does not fit.
         """
         super().__init__(spec, slots=slots, context=context, version=version)
         self._scale = emulation.tokens_per_token
@@ -71,7 +71,7 @@ class EmulatedEngine(SlotEngine):
         check_shapes(weight_shapes(self.spec), stored_tensors(file))
 
     def prepare(self, weights: None) -> None:
-        """Take the time of the weights' transfer, while decoding continues."""
+        """Take the time of the model weights' transfer, while decoding continues."""
         Pace(self._pace.speed).spend(self._time.transfer_s())
 
     def swap(self, prepared: None, version: int, /, *, recompute: bool = True) -> None:

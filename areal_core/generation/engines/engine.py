@@ -75,7 +75,7 @@ class ServedEngine(Protocol):
         ...
 
     def read(self, file: Path) -> Any:
-        """Read the weights of a safetensors file or of a model folder with several.
+        """Read the model weights of a safetensors file or of a model folder with several.
 
         For an adapter (models.adapters) these are the base model's weights with the adapter added. Raises ModelError if
         the engine can't run them.
@@ -83,11 +83,11 @@ class ServedEngine(Protocol):
         ...
 
     def prepare(self, weights: Any) -> Any:
-        """Prepare weights for `swap`, without any effect on the engine."""
+        """Prepare model weights for `swap`, without any effect on the engine."""
         ...
 
     def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
-        """Swap the weights. With `recompute`, running completions continue with a KV cache of the new weights."""
+        """Swap the model weights. With `recompute`, running completions continue with a KV cache of the new weights."""
         ...
 
     def clear_cache(self) -> None:
@@ -96,7 +96,7 @@ class ServedEngine(Protocol):
 
 
 def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
-    """Read the weights with this hash and prepare them for `swap`, without any effect on running completions.
+    """Read the model weights with this hash and prepare them for `swap`, without any effect on running completions.
 
     Raises ModelError if the hash differs or the engine can't run the weights.
     """
@@ -124,7 +124,7 @@ MakeEngine = Callable[[Path, ModelSpec, Options], ServedEngine]
 def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
     """Make the engine `name` for the model in `folder`.
 
-    Raises ConfigError for an unavailable engine, ModelError for weights that it can't run.
+    Raises ConfigError for an unavailable engine, ModelError for model weights that it can't run.
     """
     return find("generation.engine", name, _ENGINES)(folder, spec, options)
 

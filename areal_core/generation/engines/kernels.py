@@ -48,7 +48,7 @@ _tile = tile(ROWS, _VECTORS)
 
 
 class Shape(NamedTuple):
-    """Sizes of a model, and offsets of its weights in their flat array.
+    """Sizes of a model, and offsets of the model weights in their flat array.
 
     Fields with `_width` are rounded up to whole vectors or panels. Fields after `layer_size` are offsets in a layer.
     """
@@ -83,7 +83,7 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of floats of all weights."""
+        """Number of floats of all model weights."""
         return self.first_layer + self.layers * self.layer_size
 
 

@@ -212,7 +212,7 @@ class SlotEngine(ABC):
         return never_started + self._release(slots, ["abort"] * len(slots))
 
     def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
-        """Swap the weights. With `recompute`, running completions continue with a KV cache of the new weights.
+        """Swap the model weights. With `recompute`, running completions continue with a KV cache of the new weights.
 
         Without, they keep their old keys and values.
         """

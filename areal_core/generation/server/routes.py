@@ -1,7 +1,7 @@
 """Serve an engine behind the routes of vLLM's native RL API, with the same fields and errors.
 
     controller --POST /inference/v1/generate--> event loop --> engine thread --> completions, with versions per token
-    controller --start, update, pause, finish, resume--> the server stages weights beside decoding, and swaps them
+    controller --start, update, pause, finish, resume--> the server stages model weights beside decoding, swaps them
                                                          between two decode steps; resume recomputes the KV cache
 
 python -m areal_core.generation.server.routes --model DIR --host 127.0.0.1 --port 0 --ready-file F --slots N
@@ -177,7 +177,7 @@ class GenerationServer:
     async def _is_sleeping(self, _: web.Request) -> web.Response:
         return web.json_response({"is_sleeping": self._sleeping})
 
-    # Weights
+    # Updates of model weights
 
     async def _start_update(self, _: web.Request) -> web.Response:
         """Begin an update, and discard an unfinished one."""

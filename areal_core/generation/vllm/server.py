@@ -162,7 +162,7 @@ class _Server:
         return False
 
     def warm_up(self, version: int) -> None:
-        """Send a first request, which compiles kernels, and set the version of the weights. Raises ProcessError."""
+        """Send a first request, which compiles kernels, and set the model's version. Raises ProcessError."""
         sampling = {"max_tokens": 2, "temperature": 1.0, "seed": 0, "n": 2, "logprobs": 0, "ignore_eos": True}
         request = {"model": MODEL_NAME, "token_ids": [0, 0], "sampling_params": sampling}
         try:

@@ -1,7 +1,7 @@
-"""The DeepSpeed engine: optimiser state, gradient and weights are partitioned over ranks (ZeRO, arXiv 1910.02054).
+"""The DeepSpeed engine: optimiser state, gradient and model weights are partitioned (ZeRO, arXiv 1910.02054).
 
 Stage 0 partitions nothing. Stage 1 partitions the optimiser's state, including the float32 weights. Stage 2 also
-partitions the gradient. Stage 3 also partitions the weights that passes read, and gathers them layer by layer. The
+partitions the gradient. Stage 3 also partitions the model weights for passes, and gathers them layer by layer. The
 engine uses no DeepSpeed operator that needs compilation.
 """
 
@@ -58,7 +58,7 @@ class DeepSpeedEngine(PolicyEngine):
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         training = self.training
         self._stage = training.zero_stage
-        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
+        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps model weights in two precisions
         module = self._module(weights, frozen)
         self._parameters = {name: module.named_weights[name] for name in self.shapes}  # the trained ones
         self._optimiser = torch.optim.AdamW(

@@ -173,8 +173,8 @@ class TrainingEngine(Protocol):
 
         `proximal` is the result of `proximal_logprobs` for this batch. The first minibatch ignores it, because there
         pi_prox is pi_theta before the update. `proximal` is None if the objective uses none, or if no token is stale
-        and pi_behav replaces it. Raises DivergenceError on every rank, before the weights change, if a gradient is not
-        finite.
+        and pi_behav replaces it. Raises DivergenceError on every rank, before the model weights change, if a gradient
+        is not finite.
         """
         ...
 

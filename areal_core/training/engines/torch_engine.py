@@ -3,9 +3,10 @@
 All trained parameters are views into one flat buffer, and so are their gradients. So the all_reduce, the gradient norm
 and the optimiser are one operation each, on one tensor.
 
-With training.dtype=bfloat16, passes use a bfloat16 copy of the weights, renewed after every update. A micro-batch's
-bfloat16 gradient is added to the float32 gradient. Weights, gradient and optimiser stay float32, which is mixed
-precision (Micikevicius et al., 2017, arXiv 1710.03740). bfloat16 has float32's range, so the loss needs no scaling.
+With training.dtype=bfloat16, passes use a bfloat16 copy of the model weights, renewed after every update. A
+micro-batch's bfloat16 gradient is added to the float32 gradient. Weights, gradient and optimiser stay float32, which is
+mixed precision (Micikevicius et al., 2017, arXiv 1710.03740). bfloat16 has float32's range, so the loss needs no
+scaling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TorchEngine(PolicyEngine):
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         self.flat = torch.cat([weights[name].detach().float().flatten() for name in self.shapes]).to(self.device)
         self.gradient = torch.zeros_like(self.flat)
-        # Weights for passes and their gradient; in float32 they are the same tensors.
+        # Model weights for passes and their gradient; in float32 they are the same tensors.
         self._working = self.flat.to(self.dtype)
         self._working_gradient = self.gradient.to(self.dtype)
         self._parameters = views(self._working, self.shapes)

@@ -1,7 +1,7 @@
 """The forward pass of training on sequences packed without padding.
 
 Linear layers see all tokens of a micro-batch as one matrix. Attention stays within sequences. Log-probabilities and
-entropies are float32 at least; everything else has the precision of the weights.
+entropies are float32 at least; everything else has the precision of the model weights.
 
 `completion_logprobs` runs a whole model. `PolicyModule` is the same as a torch module, for engines that partition
 parameters. It has one submodule with its own parameters for each part of the pass, so that an engine can gather them
@@ -66,7 +66,7 @@ def recomputed(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def layer_weights(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Return the weights of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
+    """Return the model weights of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
     at = f"model.layers.{layer}."
     return {name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)}
 
@@ -176,7 +176,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """Multiply in the precision of the weights. The result is at least float32, for sums over the vocabulary."""
+    """Multiply in the precision of the model weights. The result is at least float32, for sums over the vocabulary."""
     return (hidden @ head.T).to(_at_least_float32(head.dtype))
 
 

@@ -43,7 +43,7 @@ class _Batch(NamedTuple):
 
 
 class TransformersPolicy(nn.Module):
-    """transformers' module of a model, without weights until `install`. Dropout is off; buffers stay float32.
+    """transformers' module of a model, without model weights until `install`. Dropout is off; buffers stay float32.
 
     Raises ModelError if transformers has no such causal language model. Also raises it if the module's parameters
     differ from the tensors of the model's files. transformers renames or rearranges some tensors, as in mixtures of
