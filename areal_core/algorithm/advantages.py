@@ -42,9 +42,10 @@ def group_mean_advantages(rewards: ArrayLike) -> Float64Array:
 
 
 def batch_advantages(rewards: ArrayLike) -> Float64Array:
-    """Normalise rewards over the global batch, as in the paper: (r - mean) / (population standard deviation + 1e-6).
+    """Normalise rewards over the global batch, as in the paper: (r - mean) / (deviation + 1e-6).
 
-    Shapes: [P, G] or [P, G, K] -> the same. Advantages are exactly 0 if all rewards of the batch are equal.
+    The deviation is the population standard deviation. [P, G] or [P, G, K] -> the same shape. Advantages are exactly 0
+    if all rewards of the batch are equal.
     """
     return _normalised(rewards, _BATCH)
 
@@ -60,8 +61,10 @@ def batch_token_advantages(rewards: ArrayLike, tokens: ArrayLike) -> Float64Arra
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
-    """Subtract the mean reward of the group's other rollouts, without scaling (RLOO). [P, G] or [P, G, K] -> same
-    shape."""
+    """Subtract the mean reward of the group's other rollouts, without scaling (RLOO).
+
+    Shapes: [P, G] or [P, G, K] -> the same.
+    """
     compared = _Compared(rewards, _GROUP)
     count = (compared.weights.sum(axis=2, keepdims=True) > 0).sum(axis=1, keepdims=True)
     own = np.where(compared.there, compared.values - compared.mean(compared.values, (2,)), 0.0)
@@ -88,7 +91,7 @@ def overlong_penalties(lengths: ArrayLike, *, limit: int, cache: int, penalty: f
 
 
 def discounted(rewards: Sequence[float], discount: float) -> list[float]:
-    """Compute the return of each turn: the sum of its reward and later ones, discounted per turn. [K] -> [K]."""
+    """Return of each turn: its reward plus later ones, discounted once per turn. [K] -> [K]."""
     returns, later = [0.0] * len(rewards), 0.0
     for turn in reversed(range(len(rewards))):
         returns[turn] = later = rewards[turn] + discount * later
@@ -96,8 +99,7 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 class Credit(NamedTuple):
-    """Advantages of one group's sequences, in C parts. Each sequence's parts run from its prompt to its end. All are
-    [C]."""
+    """Advantages of a group's sequences in C parts, which cover each sequence from its prompt on. [C]."""
 
     sequences: NDArray[np.int64]  # ascending indices of sequences
     tokens: NDArray[np.int64]

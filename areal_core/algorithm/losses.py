@@ -75,9 +75,10 @@ def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, 
 
 
 def _penalised(tokens: Tokens, coefficient: float) -> Tensor:
-    """Subtract kl_coef times k1 from the advantages. k1 is log(pi / pi_ref), pi the policy that the step started from.
+    """Subtract kl_coef times k1 from the advantages.
 
-    k1 is no term of the loss: its gradient, that of log pi_theta, has mean zero under pi_theta.
+    k1 is log(pi / pi_ref) of the token, where pi is the policy that the step started from. k1 is no term of the loss:
+    its gradient, that of log pi_theta, has mean zero under pi_theta.
     """
     assert tokens.reference is not None
     start = tokens.behaviour if tokens.proximal is None else tokens.proximal

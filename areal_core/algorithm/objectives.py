@@ -91,7 +91,7 @@ def objective(function: ObjectiveFunction) -> ObjectiveFunction:
 
 @objective
 def decoupled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """Decoupled PPO (AReaL, Eq. 5): w min(u A, clip(u) A) with u = pi_theta / pi_prox and w = pi_prox / pi_behav.
+    """Decoupled PPO (AReaL, Eq. 5): w min(u A, clip(u) A), u = pi_theta / pi_prox, w = pi_prox / pi_behav.
 
     Without stale tokens pi_behav is pi_prox.
     """
@@ -106,9 +106,10 @@ def standard(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 @objective
 def a3po(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """A-3PO: decoupled PPO with log pi_prox = alpha log pi_behav + (1 - alpha) log pi_theta, without gradient.
+    """A-3PO: decoupled PPO with log pi_prox = alpha log pi_behav + (1 - alpha) log pi_theta.
 
-    alpha = 1 / d. d counts versions from the one that sampled the token to the one that this step makes.
+    This pi_prox has no gradient. alpha = 1 / d, where d counts versions from the one that sampled the token to the one
+    that this step makes.
     """
     alpha = 1.0 / (tokens.staleness + 1)
     return _ppo(tokens, config, *_log_ratios(tokens, alpha * tokens.behaviour + (1 - alpha) * tokens.current.detach()))
@@ -132,10 +133,11 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 @objective
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """CISPO (MiniMax-M1, Eq. 4 and 5): clip(r) A log pi_theta with r = pi_theta / pi_behav; clip(r) has no gradient.
+    """CISPO (MiniMax-M1, Eq. 4 and 5): clip(r) A log pi_theta with r = pi_theta / pi_behav.
 
-    The clip bounds the full importance weight against the sampling policy. CISPO drops no gradient, so it has no trust
-    region that a pi_prox could centre. Splitting r at a pi_prox would leave half of the importance weight unbounded.
+    clip(r) has no gradient. The clip bounds the full importance weight against the sampling policy. CISPO drops no
+    gradient, so it has no trust region that a pi_prox could centre. Splitting r at a pi_prox would leave half of the
+    importance weight unbounded.
     """
     log_ratio, _ = _log_ratios(tokens, None)
     weight = log_ratio.detach().exp()
@@ -146,7 +148,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 @objective
 def reinforce(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """REINFORCE (RLOO): w A log pi_theta without a clip. w = pi_prox / pi_behav if there is a pi_prox, else 1."""
+    """REINFORCE (RLOO): w A log pi_theta, unclipped. w is pi_prox / pi_behav, or 1 without a pi_prox."""
     return _weighted(tokens, config, _score(tokens), *_log_ratios(tokens, tokens.proximal))
 
 
@@ -161,7 +163,7 @@ def _log_ratios(tokens: Tokens, proximal: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
-    """Give every loss token the mean over the loss tokens of its completion. [N] -> [N]; 0 outside the mask."""
+    """Mean over the loss tokens of each token's completion. [N] -> [N]; 0 outside the mask."""
     zeros = values.new_zeros(tokens.sequences)
     sums = zeros.index_add(0, tokens.sequence, values)
     counts = zeros.index_add(0, tokens.sequence, tokens.mask.to(values.dtype))

@@ -269,7 +269,7 @@ class GenerationClient:
             await self._check(version)
 
     async def _switch(self, version: PolicyVersion, interruption: str) -> None:
-        """Load an adapter into vLLM beside decoding, make requests name it, unload all but the last two versions."""
+        """Load an adapter into vLLM beside decoding, name it in later requests, unload all but the last two."""
         name, held = version_name(version), await self._held()
         if version.version and name not in held:
             there = await self._on_its_machine(version)

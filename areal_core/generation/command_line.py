@@ -22,7 +22,7 @@ def server_parser(module: str) -> argparse.ArgumentParser:
 
 
 def server_token(arguments: argparse.Namespace) -> str | None:
-    """Return the token that every request must carry; None if the server accepts all requests on this machine.
+    """Return the token that requests must carry; None: any request on this machine is accepted.
 
     Raises ConfigError if the token is missing or unreadable.
     """

@@ -44,8 +44,7 @@ class Connection:
         )
 
     async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None) -> bytes:
-        """Send a request and return the response's body. `timeout_s` counts only time in which this process could
-        listen."""
+        """Return a response's body. `timeout_s` counts only time in which this process could listen."""
         if timeout_s is None:
             return await self._read(method, path, body)
         try:
@@ -114,7 +113,7 @@ class Completions:
             raise ServerLostError(f"{self._url}: the response to {request.request_id} ended early")
 
     async def one_by_one(self, request: GenerationRequest, model: str, take: Take) -> None:
-        """Send one request per completion, because vLLM answers a request only when all its completions have ended.
+        """Send one request per completion: vLLM answers a request only after its last completion.
 
         vLLM gives completion i of a request the seed `seed` + i, so the completions are the same. Its prefix cache
         computes their prompt once.

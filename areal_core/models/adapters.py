@@ -49,7 +49,7 @@ def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
 
 
 def trained_shapes(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every trained tensor: those of the adapter, or without one all of the model."""
+    """Return name and shape of every trained tensor: of the adapter, or without one of the model."""
     return weight_shapes(spec) if lora is None else adapter_shapes(spec, lora)
 
 

@@ -1,4 +1,4 @@
-"""Read and write model folders of Qwen2, Qwen3 and Llama decoders in the transformers format, as tensors.
+"""Read and write model folders of Qwen2, Qwen3 and Llama decoders as torch tensors.
 
 Generation and training run the model weights each in their own way. What they must agree on is here and in
 `areal_core.models.spec`.
@@ -23,8 +23,7 @@ _SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map
 
 
 def read_weights(source: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read the model weights of a folder or of one safetensors file as float32 tensors. Raises what `read_arrays`
-    raises."""
+    """Read model weights of a folder or safetensors file as float32 tensors. Raises as `read_arrays`."""
     return {name: torch.from_numpy(array) for name, array in read_arrays(source, spec).items()}
 
 

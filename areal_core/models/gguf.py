@@ -54,7 +54,7 @@ _CUTS = {  # tokenizer.ggml.pre -> pre-tokenizers
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a model folder in the transformers format: model weights, tokenizer, chat template.
+    """Convert a GGUF file to a transformers folder: model weights, tokenizer, chat template.
 
     Raises ModelError naming the file and the missing or unsupported field.
     """
@@ -156,8 +156,7 @@ def _weights(reader: GGUFReader, spec: ModelSpec, kind: str) -> dict[str, Float3
 
 
 def _halves(array: Float32Array, heads: int) -> Float32Array:
-    """Reorder the rows of a query or key projection from llama.cpp to transformers. [heads * head_dim, ...] -> the
-    same.
+    """Reorder query or key rows from llama.cpp to transformers. [heads * head_dim, ...] -> the same.
 
     transformers rotates the two halves of a head. llama.cpp keeps rows that are rotated together side by side.
     """

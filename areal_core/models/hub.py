@@ -1,7 +1,7 @@
-"""Fetch models of the Hugging Face Hub: `hub:owner/name`, optionally with `@revision` (branch, tag or commit).
+"""Fetch models of the Hugging Face Hub: `hub:owner/name`, or `hub:owner/name@revision`.
 
-The Hub's own cache (HF_HOME) keeps fetched models. With HF_HUB_OFFLINE=1, or if the Hub can't be reached, only the
-cache is used.
+A revision is a branch, a tag or a commit. The Hub's own cache (HF_HOME) keeps fetched models. With HF_HUB_OFFLINE=1, or
+if the Hub can't be reached, only the cache is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the spec of a model folder in the transformers format, and check its tensors against it, without torch.
+"""Read the spec of a model folder, and check the folder's tensors against it, without torch.
 
 Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight"). For Qwen2, Qwen3 and
 Llama decoders they follow from the spec. For other models, which only transformers and vLLM run, they come from the
@@ -290,7 +290,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, An
 
 
 def check_weights(spec: ModelSpec, weights: Mapping[str, Any]) -> None:
-    """Raise ModelError naming the first tensor that is missing, surplus or of another shape than in the spec."""
+    """Raise ModelError naming the first tensor that is missing, surplus or of another shape."""
     check_shapes(weight_shapes(spec), weights, exactly=True)
 
 
@@ -386,7 +386,7 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
-    """Read the float32 model weights of a folder (one safetensors file, or several with an index) or of one file.
+    """Read float32 model weights of a folder (one or several safetensors files) or of one file.
 
     Tensors that the model does not use are left out, for example a tied lm_head.weight. Raises ModelError naming the
     file or the tensor if something is missing, damaged or of another shape.

@@ -175,7 +175,10 @@ def write_settings(
 
 
 def char_tokenizer() -> Tokenizer:
-    """Make the embedded model's tokenizer: `<pad>` (0), `<eos>` (1) and a token per character of `CHARACTERS`."""
+    """Make the embedded model's tokenizer: `<pad>` (0), `<eos>` (1), then one token per character.
+
+    `CHARACTERS` lists the characters; it can't encode others.
+    """
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, *CHARACTERS))}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

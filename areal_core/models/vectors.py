@@ -1,4 +1,4 @@
-"""Vectors of `LANES` floats in numba-compiled functions, and matrix products with the result in registers.
+"""Vectors of `LANES` floats in numba-compiled functions, and matrix products in registers.
 
 A vector is one AVX-512 register or two AVX2 registers. Arrays are flat, so an index is one number.
 """
@@ -32,7 +32,7 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class _Cache(FunctionCache):
-    """numba's cache, invalidated also by changes of this file, whose intrinsics are inlined into compiled functions."""
+    """numba's cache, also invalidated by changes of this file, which compiled functions inline."""
 
     def _index_key(self, *of: Any) -> tuple[Any, ...]:
         return *super()._index_key(*of), _SOURCE

@@ -1,4 +1,4 @@
-"""Background jobs of the trainer: an ordered job thread, and a feed that prepares batches one step ahead.
+"""Background jobs of the trainer: an ordered job thread, and a feed that prepares the next batch.
 
 While a step trains, the feed fetches, lays out and packs the next batch.
 """
@@ -67,7 +67,7 @@ class BackgroundThread:
 
 
 class BatchFeed:
-    """Hands out the batches of steps `first` to `last` in order, each once, and fetches the next one on request.
+    """Hands out the batches of steps `first` to `last` in order, and fetches the next one on request.
 
     So the controller may fix a batch while the step before it trains, from the oldest groups that are ready then. From
     that moment the batch counts as consumed, and the trainer trains on it even if the run ends meanwhile.
@@ -91,10 +91,10 @@ class BatchFeed:
         self.ahead()
 
     def next(self, meanwhile: Callable[[], None] = lambda: None) -> Ready:
-        """Return the next batch; calls `meanwhile` now and then while waiting. Call `ahead` to fetch the batch after
-        it.
+        """Return the next batch; calls `meanwhile` now and then while waiting.
 
-        Raises RunFinished if the run has ended, and every error of fetching or laying out the batch.
+        Call `ahead` to fetch the batch after it. Raises RunFinished if the run has ended, and every error of fetching
+        or laying out the batch.
         """
         while True:
             meanwhile()

@@ -1,4 +1,4 @@
-"""Model FLOPs of training and the peak of the training device: the two sides of model FLOPs utilisation (MFU).
+"""Model FLOPs of training and the peak of the device: the two sides of FLOPs utilisation (MFU).
 
 Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B). They follow from the shapes of
 model and batch: two for each weight that multiplies an input, four for each element of a query head and each input that
@@ -110,7 +110,7 @@ def _matrices(spec: ModelSpec) -> float:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of matrix products: of a GPU from its data sheet, of a CPU core measured with a large product.
+    """Peak FLOP/s of matrix products: of a GPU from its data sheet, of a CPU core measured.
 
     GPU figures are float32 without TF32 and dense bfloat16; None for an unknown GPU. On a CPU, float32 counts too: a
     core without instructions for `dtype` may take a hundred times as long in `dtype`.
@@ -122,7 +122,7 @@ def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def data_sheet(name: str) -> Accelerator | None:
-    """Return the data sheet of a GPU by its driver's name for it ("NVIDIA H100 80GB HBM3"); None if it is not listed.
+    """Return a GPU's data sheet by the driver's name for it ("NVIDIA H100 80GB HBM3"), or None.
 
     Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks, so they count as not listed.
     """

@@ -1,6 +1,6 @@
-"""Publish versions to the generation servers and commit checkpoints, in the background of rank 0's steps.
+"""Publish versions to the generation servers and commit checkpoints, in the background of steps.
 
-Each has its own thread and runs in order. A step waits only for a copy of the tensors and for the previous version. A
+Rank 0 has an ordered thread for each. A step waits only for a copy of the tensors and for the previous version. A
 failure stops the trainer at its next step.
 """
 

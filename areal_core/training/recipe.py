@@ -37,7 +37,7 @@ def cache_key(config: RunConfig) -> str:
 
 
 def batches(config: RunConfig, *, steps: int, batch: int, direct_share: float, stream: str) -> Iterator[Batch]:
-    """Draw batches of solved training chains; a `direct_share` of them have the direct completion, without working.
+    """Draw batches of solved training chains, a `direct_share` of them without worked steps.
 
     `stream` names the random stream of a stage.
     """

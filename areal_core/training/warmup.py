@@ -34,7 +34,7 @@ _GRAD_CLIP = 1.0
 
 
 def embedded_spec(config: RunConfig) -> ModelSpec:
-    """Return the shape of the embedded model, from `model` in the configuration and the character tokenizer."""
+    """Return the embedded model's shape, from `model` in the configuration and the character tokenizer."""
     tokenizer, model = char_tokenizer(), config.model
     return ModelSpec(
         architecture="Qwen2ForCausalLM",

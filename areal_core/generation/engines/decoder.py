@@ -1,4 +1,4 @@
-"""The CPU decoder and its KV cache: compiled kernels on one core (`areal_core.generation.engines.kernels`).
+"""The CPU decoder and its KV cache, by compiled kernels on one core (`engines.kernels`).
 
 `areal_core.generation.engines.torch_decoder` has the decoder for other devices.
 """

@@ -61,7 +61,7 @@ class Engine(SlotEngine):
         self._recomputing = 0  # tokens left to recompute
 
     def read(self, file: Path) -> dict[str, Float32Array]:
-        """Read the model weights of a safetensors file or folder; for an adapter, the base model with it added.
+        """Read the model weights of a safetensors file or folder; an adapter is added to the base model.
 
         The base model is read anew: that takes as long as reading whole weights, and no memory in between. Raises
         ModelError for weights that the engine can't run.

@@ -1,4 +1,4 @@
-"""The emulated engine: completions take the time of an accelerator, and almost no time of this machine.
+"""The emulated engine: completions take an accelerator's time, and almost none of this machine's.
 
 No model runs. The request's seed determines a completion's length. Its tokens are filler that ends with the stop token,
 and its log-probabilities are constant. Only the timing is realistic. One `step` covers several decode steps, as many as

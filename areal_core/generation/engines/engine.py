@@ -1,4 +1,4 @@
-"""The interface between a generation server and its engine, their shared records, and the engines by name.
+"""The interface between a generation server and its engine, shared records, and engines by name.
 
 This module does not use torch.
 """
@@ -96,7 +96,7 @@ class ServedEngine(Protocol):
 
 
 def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
-    """Read the model weights with this hash and prepare them for `swap`, without any effect on running completions.
+    """Read and prepare the model weights with this hash for `swap`, beside running completions.
 
     Raises ModelError if the hash differs or the engine can't run the weights.
     """

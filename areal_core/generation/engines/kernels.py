@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen2, Qwen3 or Llama decoder on one CPU core, compiled by numba once per machine.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder on one CPU core, compiled by numba.
 
 A pass runs rows. A row is one token of one sequence, at `position` in `slot` of the KV cache. It attends to all tokens
 of its slot up to itself. So decoding a token, prefilling a prompt and recomputing a sequence after an update are the
@@ -164,7 +164,7 @@ def _rotate_and_keep(shape, layer, qkv, cosines, sines, slots, positions, rows, 
 
 @compiled()
 def _attend(cache, at, width, query, query_at, count, scores, out, out_at):
-    """Attention of one query head over the first `count` tokens of one head of a slot, whose cache begins at `at`.
+    """Attention of one query head over the first `count` tokens of a slot's head, cached from `at` on.
 
     The last block may contain further tokens. They get weight 0, and the cache holds only finite numbers.
     """
@@ -329,7 +329,7 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
 
 @compiled(types.void(_FLOATS, types.int64, types.int64, _FLOATS, types.int64, types.int64))
 def pack(matrix, outputs, depth, weights, at, first):
-    """Write a matrix [outputs, depth], as in transformers, to columns `first` and up of the packed matrix at `at`."""
+    """Write transformers' [outputs, depth] to columns `first` and up of the packed matrix at `at`."""
     squares = outputs // LANES * LANES if first % LANES == 0 else 0
     for output in range(0, squares, LANES):
         column = first + output

@@ -1,5 +1,4 @@
-"""The shared part of engines: groups of completions in slots, admission, interruption, versions, counters, random
-numbers.
+"""The shared part of engines: groups in slots, admission, interruption, random numbers.
 
 This module uses neither torch nor compiled code.
 

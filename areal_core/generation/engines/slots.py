@@ -48,7 +48,7 @@ class Decoder(Protocol):
         ...
 
     def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """Add keys and values of the rows to the cache, and sample next tokens and their log-probabilities, both [A].
+        """Add the rows' keys and values to the cache; sample tokens and their log-probabilities, each [A].
 
         Returns None if any logit is not finite.
         """
@@ -69,8 +69,7 @@ class Batch:
         self._uniforms = np.empty(slots, dtype=np.float64)
 
     def gather(self, running: Int32Array) -> tuple[Pass, Int32Array, Int32Array]:
-        """Return the next pass over running slots, the slots that sample from it, and the slots that then copy their
-        prompt.
+        """Return the next pass, the slots that sample from it, and the slots that then copy their prompt.
 
         The copying slots have waited for their reader. Completions that lack one token come first, so decoding
         continues however many prompts need prefill.

@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen2, Qwen3 or Llama decoder in torch operations, for devices other than the CPU.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder in torch operations, for devices except CPUs.
 
 Axes: M rows, A completions that sample a token, T columns of the cache, H query heads, K key-value heads, D head size.
 """
@@ -65,8 +65,7 @@ class TorchDecoder:
         return self._sample(logits[self._on_device(rows.of)].float(), rows)
 
     def _sample(self, logits: Tensor, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """Sample tokens from logits [A, vocabulary]. Returns tokens and log-probabilities, both [A]; None if not
-        finite."""
+        """Sample tokens and log-probabilities, both [A], from logits [A, vocabulary]; None if not finite."""
         temperatures = self._on_device(rows.temperatures)[:, None]
         greedy = temperatures == 0
         logprobs = (logits / torch.where(greedy, 1, temperatures)).log_softmax(-1)
@@ -122,8 +121,7 @@ class TorchDecoder:
         return x
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """Attend with queries [.., H, rows, D] to keys and values [.., K, T, D] under the mask `seen`. Same shape as
-        `query`."""
+        """Attend with queries [.., H, rows, D] to keys and values [.., K, T, D] under the mask `seen`."""
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen, enable_gqa=self._spec.kv_heads < self._spec.heads
         )

@@ -110,7 +110,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
 
 class TokenGuard:
-    """ASGI middleware (`--middleware`) that requires the run's token; vLLM's own keys protect only OpenAI's routes."""
+    """ASGI middleware that requires the run's token; vLLM's own keys protect only OpenAI's routes."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app

@@ -108,7 +108,7 @@ def _cpu_options(context: int) -> list[Any]:
 
 
 def _lora_options(rank: int) -> list[Any]:
-    """Allow two adapters, the last version and the one before, of this rank or the next that vLLM supports."""
+    """Allow two adapters (the last two versions) of this rank or the next one that vLLM supports."""
     taken = next(taken for taken in _LORA_RANKS if taken >= rank)
     return ["--enable-lora", "--max-lora-rank", taken, "--max-loras", 2, "--max-cpu-loras", 2]
 

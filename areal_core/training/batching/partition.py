@@ -1,4 +1,4 @@
-"""Partition a batch: groups into PPO minibatches, sequences over ranks, a rank's share into micro-batches.
+"""Partition a batch: groups into minibatches, sequences over ranks and into micro-batches.
 
 All functions are pure and use only data that every rank has. So all ranks derive the same partition without
 communication.
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Shuffle groups 0 .. groups - 1 and cut them into `count` PPO minibatches whose sizes differ by at most one.
+    """Shuffle groups 0 .. groups - 1 into `count` PPO minibatches whose sizes differ by at most 1.
 
     The order depends only on (seed, step): it is the same on every rank, after every restart, with every numpy. Raises
     ConfigError unless `count` is between 1 and `groups`.
@@ -116,7 +116,7 @@ def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
 def shard(
     costs: Sequence[Sequence[PromptCost]], minibatches: int, ranks: int, *, seed: int, step: int
 ) -> list[list[list[Part]]]:
-    """Return each rank's training data by minibatch: `shard(...)[rank][minibatch]` lists parts of groups, ascending.
+    """Return each rank's parts of groups by minibatch, ascending: `shard(...)[rank][minibatch]`.
 
     `costs` holds each group's costs by prompt. Minibatches hold the same groups whatever the number of ranks. Each
     minibatch is balanced over the ranks, because ranks wait for each other at its end.

@@ -127,7 +127,7 @@ def _described(error: ChildFailedError) -> str:
 
 
 class OpenRendezvous:
-    """Wraps a torchrun handler: it can't close the rendezvous, and its agent is machine `node` of every round."""
+    """Wraps a torchrun handler: its rendezvous can't be closed, and its agent is always machine `node`."""
 
     def __init__(self, handler: RendezvousHandler, node: int) -> None:
         self._handler = handler

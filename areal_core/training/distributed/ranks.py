@@ -38,7 +38,7 @@ _GRACE_S = 3.0  # seconds for the other ranks to report a failed collective
 
 
 def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | str:
-    """Return the rendezvous of ranks started together: "<address>:<port>/<name>" of a store, or a file in `folder`.
+    """Return the rendezvous of ranks: "<address>:<port>/<name>" of a store, or a file in `folder`.
 
     torchrun finds a free port for every round of ranks. Nothing listens on it, but it names the round.
     """
@@ -97,10 +97,9 @@ class RankGroup:
         return values
 
     def meet(self, patience_s: float) -> None:
-        """Wait until every rank is here. A store that is away may delay a rank by `patience_s` beyond the collective
-        timeout.
+        """Wait until every rank is here, up to `patience_s` longer than a collective waits.
 
-        Raises ProcessError naming the ranks that did not come.
+        A store that is away may delay a rank so long. Raises ProcessError naming the ranks that did not come.
         """
         if self.size == 1:
             return
@@ -140,8 +139,7 @@ class RankGroup:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context manager for collectives called by other code: if one of gloo's fails, the error names the missing
-        rank."""
+        """Context manager that adds the missing rank to errors of other code's gloo collectives."""
         try:
             yield
         except RuntimeError as error:

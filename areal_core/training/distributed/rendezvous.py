@@ -1,4 +1,4 @@
-"""The rendezvous process of ranks on several machines: a store on the head node, which outlives the machines.
+"""The rendezvous process of ranks on several machines: a store that outlives those machines.
 
 torchrun's agents agree there on the members of a round. The ranks find each other there and report missing ones.
 """

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: optimiser state, gradient and model weights are partitioned (ZeRO, arXiv 1910.02054).
+"""The DeepSpeed engine: partitions training state over ranks (ZeRO, arXiv 1910.02054).
 
 Stage 0 partitions nothing. Stage 1 partitions the optimiser's state, including the float32 weights. Stage 2 also
 partitions the gradient. Stage 3 also partitions the model weights for passes, and gathers them layer by layer. The
@@ -188,13 +188,13 @@ class DeepSpeedEngine(PolicyEngine):
     # -- this rank's parts in DeepSpeed ------------------------------------------------------------------------
 
     def _parts(self) -> list[Tensor]:
-        """Return the float32 weights that this rank's optimiser steps: flat parts of the model, or at stage 0 all."""
+        """Return the float32 weights of this rank's optimiser: flat parts of the model, or at stage 0 all."""
         if self._stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [part for group in self._optimiser.param_groups for part in group["params"]]
 
     def _gradient(self) -> Iterable[Tensor]:
-        """Return the gradient summed over ranks, after the last backward pass: this rank's part, or at stage 0 all."""
+        """Return the gradient of a minibatch, summed over ranks: this rank's part, or at stage 0 all."""
         optimizer = self._engine.optimizer
         if self._stage == 0:
             return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]

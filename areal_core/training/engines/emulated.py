@@ -1,4 +1,4 @@
-"""The emulated training engine: its steps take the time of accelerators and leave the model weights unchanged.
+"""The emulated training engine: takes the time of accelerators and leaves model weights unchanged.
 
 One process stands for all training accelerators, which share a batch without overhead. Losses, gradients and entropies
 are zero.

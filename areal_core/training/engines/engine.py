@@ -22,7 +22,7 @@ from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
 def loss_weights(
     mean: str, loss_tokens: NDArray[Any], of_unit: NDArray[Any], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the token weight and the denominator term of each of N sequences, for AlgorithmConfig.loss_mean.
+    """Return token weight and denominator term of each of N sequences, for AlgorithmConfig.loss_mean.
 
     `loss_tokens` and `of_unit` are [N]: loss tokens of the sequence and of its unit. A unit is a rollout or a sequence
     (AlgorithmConfig.loss_unit). Token weights apply to each loss token. Denominator terms sum to the loss denominator,
@@ -40,7 +40,7 @@ def loss_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One rank's share of a step's batch: N sequences laid end to end in S tokens, packed into micro-batches.
+    """One rank's share of a step's batch: N sequences laid end to end in S tokens, in micro-batches.
 
     Packing happens at construction, which may be long before training. A completion here is everything after a
     sequence's prompt, including the environment's messages.
@@ -193,8 +193,7 @@ class TrainingEngine(Protocol):
         ...
 
     def weights(self) -> dict[str, Float32Array]:
-        """Collective. Return a copy of the trained weights by their names in transformers; ranks above 0 may return
-        none."""
+        """Collective. Copy the trained weights, named as in transformers; ranks above 0 may return none."""
         ...
 
     def served(self) -> dict[str, NDArray[Any]]:
@@ -213,8 +212,7 @@ class TrainingEngine(Protocol):
         ...
 
     def load_state(self, state: EngineState) -> None:
-        """Continue from a saved state with whole arrays or this rank's parts. Raises ModelError for another model's
-        state."""
+        """Continue from a saved state of whole arrays or this rank's parts. Raises ModelError for another model."""
         ...
 
 

@@ -40,7 +40,7 @@ _SUMMED = 2**12  # number of squares summed in float32
 
 
 def learning_rate(peak: float, warmup_steps: int, update: int) -> float:
-    """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then `peak`."""
+    """Rate of optimiser update 0, 1, ...: a linear warm-up to `peak` in `warmup_steps` updates."""
     return peak * min(1.0, (update + 1) / max(1, warmup_steps))
 
 
@@ -63,7 +63,7 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 class PolicyEngine(ABC):
-    """Shared part of all `engines.engine.TrainingEngine` classes; subclasses implement the abstract methods.
+    """Base class of `engines.engine.TrainingEngine`s; subclasses implement the abstract methods.
 
     The policy is the distribution that tokens are sampled from, at the sampling `temperature`. With `lockstep`, model
     passes are collective: a rank with fewer micro-batches than others adds idle ones.
@@ -141,10 +141,9 @@ class PolicyEngine(ABC):
 
     @abstractmethod
     def apply_gradient(self, rate: float, norm: float) -> float:
-        """Collective. Clip the gradient to training.grad_clip, step the optimiser, return the norm of the weights'
-        change.
+        """Collective. Clip the gradient and step the optimiser; returns the norm of the weights' change.
 
-        `norm` is the gradient's norm.
+        `norm` is the gradient's norm before it is clipped to training.grad_clip.
         """
 
     @abstractmethod
@@ -153,8 +152,7 @@ class PolicyEngine(ABC):
 
     @abstractmethod
     def held(self, kind: str) -> dict[str, Float32Array]:
-        """Collective. Copy the trained weights (WEIGHT) or one of their MOMENTS, by name; ranks above 0 may return
-        none."""
+        """Collective. Copy the trained weights (WEIGHT) or MOMENTS by name; ranks above 0 may return none."""
 
     @abstractmethod
     def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
@@ -359,7 +357,7 @@ class PolicyEngine(ABC):
     def _recomputed(
         self, batch: TrainingBatch, microbatches: Sequence[Packed], forward: Callable[[Packed], Tensor], policy: str
     ) -> Float32Array:
-        """Compute log-probabilities of the completion tokens in these micro-batches. [S]; 0 at all other tokens."""
+        """Compute log-probabilities of completion tokens in these micro-batches. [S]; 0 at other tokens."""
         recomputed = np.zeros(len(batch.tokens), np.float32)
         with torch.no_grad(), self._computing():
             for _, packed in self._passes(microbatches):

@@ -87,7 +87,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _sequences(blocks: Blocks) -> NDArray[np.int64]:
-    """Return [N, 4]: first token and number of tokens of each sequence, then the same of its shared prompt."""
+    """Return [N, 4]: first token and length of each sequence, then the same of its shared prompt."""
     sequences: list[tuple[int, int, int, int]] = []
     start = 0
     for block in blocks:

@@ -77,7 +77,7 @@ def embed(table: Tensor, packed: Packed) -> Tensor:
 
 
 def rotations(spec: ModelSpec, packed: Packed, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles of every input, each [T, 1, D], with dtype and device of `x`."""
+    """Return cos and sin of the inputs' rotary angles, each [T, 1, D], with dtype and device of `x`."""
     positions = torch.from_numpy(packed.positions).to(x.device)
     tables = rope_tables(spec, packed.context, x.device)
     cos, sin = (table[positions, None].to(x) for table in tables)
@@ -206,7 +206,7 @@ class PolicyModule(nn.Module):
         checkpoint_activations: bool = False,
         lora_scale: float = 1.0,
     ) -> None:
-        """`parameters` are the model's by their names in transformers, and those of an adapter, if there is one."""
+        """`parameters` are those of the model, named as in transformers, and of an adapter, if any."""
         super().__init__()
         check_weights(spec, {name: parameters[name] for name in parameters if ".lora_" not in name})
         self.spec, self.dtype = spec, dtype

@@ -1,4 +1,4 @@
-"""CPU kernels of training passes in float32, except matrix products. numba compiles them once per machine.
+"""CPU kernels of training passes in float32, except matrix products, compiled by numba.
 
 Arrays are flat, so an index is one number. Each row of `sequences` has four numbers: first token and number of tokens
 of a sequence, then the same of its shared prompt (no tokens if it has none).
@@ -44,7 +44,7 @@ _padded = compiled()(round_up)
 
 @compiled()
 def _gather(source, at, stride, count, size, target, first, width):
-    """Copy `count` rows of `size` numbers, `stride` apart in source, to rows `first` and up of target [., width]."""
+    """Copy `count` rows of `size` numbers, `stride` apart, to rows `first` and up of target [., width]."""
     for row in range(count):
         there, here = at + row * stride, (first + row) * width
         if size == width:
@@ -166,7 +166,7 @@ def _softmax(scores, at, count, reach, scale):
 
 @compiled()
 def _softmax_backward(weights, of_scores, at, count, reach, scale, highest, share, delta):
-    """For one query, turn scores into attention weights, and the gradient of these into the scores' gradient.
+    """For one query, turn scores into attention weights, and the gradient of these into the scores'.
 
     Both are 0 from `count` on and for one vector beyond `reach`: a tile of keys may begin before the end of what a
     query sees and end after it.
@@ -188,7 +188,7 @@ _SIZES = types.UniTuple(types.int64, 3)  # H, K, D
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS))
 def attend(query, key, value, sequences, sizes, scale, out, statistics):
-    """Causal attention within each sequence, a tile of queries at a time (FlashAttention, arXiv 2205.14135).
+    """Causal attention within sequences, by tiles of queries (FlashAttention, arXiv 2205.14135).
 
     query and out are [T, H, D], key and value [T, K, D]. `out` must be zero before. statistics [T, H, 2] receives each
     query's highest score and 1 / the sum of exp(score - highest). From these the backward pass recomputes the attention
@@ -237,7 +237,8 @@ def attend_backward(
 ):  # fmt: skip
     """Gradients of `attend`'s inputs, each in its input's shape, from the gradient of its output.
 
-    FlashAttention, Algorithm 4; `delta` is its D, the dot product of out and its gradient. They must be zero before.
+    FlashAttention, Algorithm 4. `delta` is its D: the dot product of out and its gradient. The results must be zero
+    before.
     """
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
@@ -289,7 +290,7 @@ def attend_backward(
 
 @compiled(types.void(_FLOATS, _FLOATS, types.float32, _FLOATS, _FLOATS))
 def rms_norm(x, weight, eps, out, scales):
-    """RMS norm (arXiv 1910.07467): out = x scale weight, with scale = 1 / sqrt(mean(x^2) + eps) of each row.
+    """RMS norm (arXiv 1910.07467): out = x scale weight, scale = 1 / sqrt(mean(x^2) + eps) of each row.
 
     Shapes: x and out [T, W], scales [T].
     """
@@ -307,10 +308,9 @@ def rms_norm(x, weight, eps, out, scales):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS))
 def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
-    """With n = x scale and h = of_out weight: of_x = scale (h - n mean(h n)), of_weight = the sum of of_out n over
-    rows.
+    """Backward pass of `rms_norm`. With n = x scale and h = of_out weight: of_x = scale (h - n mean(h n)).
 
-    of_weight must be zero before.
+    of_weight is the sum of of_out n over rows; it must be zero before.
     """
     width = len(weight)
     partial = np.zeros(width, dtype=np.float32)
@@ -332,7 +332,7 @@ def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64, types.int64, types.float32, _FLOATS))
 def rotate(x, cosines, sines, heads, size, direction, out):
-    """Rotary embedding (arXiv 2104.09864); `direction` -1 rotates back. x, out [T, H, D]; cosines, sines [T, D]."""
+    """Rotary embedding (arXiv 2104.09864). x, out [T, H, D]; cosines, sines [T, D]. `direction` -1 rotates back."""
     half = size // 2
     signs = np.empty(LANES, dtype=np.float32)
     signs[: LANES // 2], signs[LANES // 2 :] = -direction, direction

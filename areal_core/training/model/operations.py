@@ -133,7 +133,7 @@ def _kernel() -> Kernel:
 
 @functools.cache
 def compiled_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module of compiled operations for this device and dtype; None where torch's operations are used."""
+    """Return the module of compiled operations for this device and dtype; None: use torch's."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
     from areal_core.training.model import compiled  # compiles or loads the kernels on first use

@@ -1,4 +1,4 @@
-"""The forward pass with transformers' modules, on padded sequences, for models that this package has no pass for.
+"""The forward pass with transformers' modules, for models that this package has no pass for.
 
 A micro-batch is cut into padded batches in which no sequence is twice as long as another. If passes are collective, it
 stays one batch. The model itself applies a cap, scale or bias to its logits. Padding is on the right.
@@ -104,8 +104,7 @@ class TransformersPolicy(nn.Module):
                     module._buffers[attribute] = buffer.to(device)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the completion tokens, each [A], nats, as
-        `forward.completion_logprobs`."""
+        """Return log-probability and entropy of the completion tokens, each [A], nats."""
         parts = [self._batch(batch) for batch in _padded(packed, whole=self.whole)]
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
         return logprobs, entropies
