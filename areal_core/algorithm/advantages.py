@@ -99,7 +99,7 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 class Credit(NamedTuple):
-    """Advantages of a group's sequences in C parts, which cover each sequence from its prompt on. [C]."""
+    """Advantages of a group's sequences, split into C parts after each prompt. All arrays are [C]."""
 
     sequences: NDArray[np.int64]  # ascending indices of sequences
     tokens: NDArray[np.int64]

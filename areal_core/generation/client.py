@@ -80,7 +80,7 @@ class GenerationClient:
         self.url = url
         self.stager = stager
         self.in_place = True  # whether the server recomputes running completions' KV cache; set by `identify`
-        self.resubmitted_tokens = 0  # resubmitted tokens prefilled here since the last update
+        self.resubmitted_tokens = 0  # tokens of interrupted requests prefilled here since the last update
         self._adapters = adapters
         self._model = MODEL_NAME  # the model named in requests
         self._update_timeout_s = update_timeout_s

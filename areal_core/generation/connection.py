@@ -18,7 +18,7 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.data_plane import Take
 from areal_core.types import GenerationRequest
 
-_KEEP_ALIVE_S = 2.0  # vLLM closes idle connections after 5 s; a request sent just then would count the server as lost
+_KEEP_ALIVE_S = 2.0  # vLLM closes idle connections after 5 s; to a request sent just then the server looks lost
 _READ_BYTES = 2**20  # read buffer; bodies are megabytes
 _GENERATE = "/inference/v1/generate"
 _JSON = {"Content-Type": "application/json"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_core.api.pending_completions import Received
 
-_TURN_S = 0.001  # seconds of a turn of the requesting loop for taking; the last take may exceed them
+_TURN_S = 0.001  # time that a turn of the requesting loop may spend on taking, plus the last item
 
 Take = Callable[[tuple[int, ...], Received], None]
 """Receives completions of a request by index, with the body that holds them as choices in that order."""

@@ -63,8 +63,8 @@ class Engine(SlotEngine):
     def read(self, file: Path) -> dict[str, Float32Array]:
         """Read the model weights of a safetensors file or folder; an adapter is added to the base model.
 
-        The base model is read anew: that takes as long as reading whole weights, and no memory in between. Raises
-        ModelError for weights that the engine can't run.
+        The base model is read again each time. That is as fast as reading whole model weights, and keeps no memory
+        meanwhile. Raises ModelError for model weights that the engine can't run.
         """
         if file.is_dir() or (lora := read_lora(file)) is None:
             return read_arrays(file, self.spec)
