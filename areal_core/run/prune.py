@@ -102,10 +102,8 @@ def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
 @contextmanager
 def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Callable[[], None]]]:
     """Own the run within the `with`; yields the fencing number, and a check to call before each deletion.
-
     The check raises if another launcher has taken over the run. Makes the run's folder if there is none. Raises
-    ProcessError for a run that was resumed after it was listed.
-    """
+    ProcessError for a run that was resumed after it was listed."""
     local = RunDir(run.folder)
     url = own = run.storage.url if run.storage is not None else None
     with suppress(OSError, ValueError, TypeError):  # run.json is missing or incomplete

@@ -162,10 +162,8 @@ def describe(path: Path) -> FileEntry:
 
 def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | None:
     """The newest complete checkpoint, at most of step `last`; None if no checkpoint was ever written.
-
     Skips incomplete checkpoints with a log line. Raises StorageError for a checkpoint of another format, and if
-    checkpoints were written and none is complete.
-    """
+    checkpoints were written and none is complete."""
     later, sizes = False, _sizes(storage)
     for info in _complete(storage, sizes):
         if last is None or info.step <= last:
@@ -212,9 +210,7 @@ def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
 
 def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple[CheckpointInfo, T] | None:
     """The newest undamaged checkpoint, and the result of `fetched` for it; None as for `newest`.
-
-    Sets aside each checkpoint for which `fetched` raises DamagedError. Raises the same errors as `newest`.
-    """
+    Sets aside each checkpoint for which `fetched` raises DamagedError. Raises the same errors as `newest`."""
     sizes = _sizes(storage)
     for info in _complete(storage, sizes):
         try:
@@ -265,10 +261,8 @@ def prune(
 
 def leftovers(storage: Storage, number: int) -> dict[str, int]:
     """Objects of launchers with a number below `number` that no complete checkpoint names: bytes by name.
-
     Only the holder of the lease with this number may call this. Empty if no checkpoint is complete, because a damaged
-    one may be the only copy left.
-    """
+    one may be the only copy left."""
     named: set[str] = set()
     for info in _complete(storage, _sizes(storage)):
         named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
@@ -292,10 +286,8 @@ def _complete(
     storage: Storage, sizes: Mapping[str, int], gone: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[CheckpointInfo]:
     """Complete checkpoints of a listing, newest first: first by fencing number, then by step.
-
     If a checkpoint disappears before it is read and none was yielded yet, there are newer ones by now. Then the store
-    is listed again, and the checkpoints in `gone` are skipped.
-    """
+    is listed again, and the checkpoints in `gone` are skipped."""
     given = False
     for number, step in _folders(sizes):
         if (number, step) in gone:

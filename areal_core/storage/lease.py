@@ -83,10 +83,8 @@ class Lease:
 
     def acquire(self, *, above: Callable[[], int] = lambda: 0) -> int:
         """Take the lease and return its fencing number. Raises ProcessError for a running run, StorageError.
-
         The number is also above `above()`, the highest number in the store's names. Waits for a renewal by the present
-        holder, for its `ttl_s` or this launcher's, whichever is longer. Without a renewal the holder is dead.
-        """
+        holder, for its `ttl_s` or this launcher's, whichever is longer. Without a renewal the holder is dead."""
         seen, since = None, 0.0
         while True:
             found, mark = _read(self._object)
@@ -195,10 +193,8 @@ class Marked:
 
     def write(self, data: bytes, mark: str | None, mine: Callable[[bytes | None], bool]) -> str | None:
         """Replace the object with this `mark` (None: no object) by `data`; None if another writer was faster.
-
         Returns the new mark otherwise. The response to an earlier write may have been lost. So `mine` decides whether
-        this writer may overwrite the object found (None: no object).
-        """
+        this writer may overwrite the object found (None: no object)."""
         while True:
             try:
                 return self._storage.put_over(self._name, data, mark)
