@@ -23,7 +23,7 @@ from scipy.special import expit, stdtrit
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.integer]
 
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # confidence level of intervals
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _OUTCOMES = 2**20  # most outcomes of sign flips to enumerate; above, flips are drawn
 _DRAWS = 10_000  # the standard error of a p-value of 0.05 is 0.002
@@ -143,8 +143,8 @@ def difference(values: Float64Array, reference: Float64Array) -> Difference:
 def sign_flip_p_value(differences: Float64Array) -> float:
     """The probability that the sum of `differences` [P] is as far from 0 under fair random signs.
 
-    This is the null hypothesis that both checkpoints give the same completions of a prompt (Fisher, The Design of
-    Experiments, 1935, section 21). For 0/1 values it is the exact, binomial form of McNemar's test. Exact up to
+    The null hypothesis is that a prompt's completions do not depend on the checkpoint (Fisher, The Design of
+    Experiments, 1935, section 21). For 0/1 values this is the exact, binomial form of McNemar's test. Exact up to
     `_OUTCOMES` sign outcomes, with equal differences grouped. Above, it uses `_DRAWS` draws with a fixed seed, counting
     the observed outcome (Phipson and Smyth, 2010, arXiv 1603.05766).
     """

@@ -93,7 +93,7 @@ class CopiedFolder:
         return RunDir(self._folder / "runs" / self._about["run_id"])
 
     def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
-        """Wait for a head node with a run; returns its configuration, or None if it ended or `stop` is set.
+        """Wait for a run and return its configuration; None if it has ended in order or `stop` is set.
         Raises ConfigError if no run starts within `patience_s`."""
         deadline = time.monotonic() + patience_s
         with closing(self._head.session()) as session:
