@@ -1,9 +1,9 @@
 """`python -m areal_core`: one run on this machine, without Prefect and Hydra. Exit status:
 
-    0            the run ended in order
-    1            the run failed
-    2            a setting, a model, the storage or the tracking server is wrong
-    130 or 143   SIGINT or SIGTERM stopped the command, after it had stopped every process that it started
+- 0: the run ended in order
+- 1: the run failed
+- 2: a setting, a model, the storage or the tracking server is wrong
+- 130 or 143: SIGINT or SIGTERM stopped the command, after it had stopped every process that it started
 """
 
 from __future__ import annotations
