@@ -1,7 +1,9 @@
-"""`python -m areal_core`: one run on this machine, without Prefect and Hydra.
+"""`python -m areal_core`: one run on this machine, without Prefect and Hydra. Exit status:
 
-Exit status: 0 the run has ended in order; 1 it failed; 2 a setting, a model, the storage or the tracking server is
-wrong; 130 or 143 it was stopped by SIGINT or SIGTERM, after everything that it had started was.
+- 0: the run ended in order
+- 1: the run failed
+- 2: a setting, a model, the storage or the tracking server is wrong
+- 130 or 143: SIGINT or SIGTERM stopped the command, after it had stopped every process that it started
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a YAML or JSON file, with overrides such as `training.steps=5`. Raises ConfigError."""
+    """The configuration in a YAML or JSON file, with overrides such as `training.steps=5` applied.
+    Raises ConfigError."""
     values: Any = {}
     if file is not None:
         try:
             values = yaml.safe_load(file.read_text()) or {}
-        except (OSError, ValueError, yaml.YAMLError) as error:  # a number of too many digits, no UTF-8
+        except (OSError, ValueError, yaml.YAMLError) as error:  # e.g. numbers with too many digits, or invalid UTF-8
             reason = error.strerror if isinstance(error, OSError) else one_line(error)
             raise ConfigError(f"--config: can't read {file}: {reason}") from error
         if not isinstance(values, Mapping):
@@ -62,7 +65,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-id", help="name of the run; an existing run of this name resumes")
     parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
-    return parser.parse_intermixed_args(arguments)  # an option may stand between two overrides
+    return parser.parse_intermixed_args(arguments)  # options may stand between overrides
 
 
 if __name__ == "__main__":

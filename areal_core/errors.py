@@ -1,30 +1,30 @@
-"""One exception hierarchy: what a caller can catch, and nothing else.
+"""The exception hierarchy of this package.
 
-Every message is a single line that names the field or the part and says what would be right.
-Errors carry plain strings only, so they survive pickling between processes.
+Every message is a single line that names the field or the component, and says what would be correct. Errors carry only
+strings, so they can be pickled between processes.
 """
 
 from typing import ClassVar
 
 
 def printable(text: str) -> str:
-    """Text of unknown origin, made safe for a terminal or a log: control characters, line ends and marks of writing
-    direction become escapes."""
+    """Make untrusted text safe for a terminal or a log.
+    Escapes control characters, line ends and text-direction marks."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same, with its lines kept."""
+    """Like `printable`, but keep line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def one_line(said: object) -> str:
-    """What an error or a program says, with single spaces between its words."""
+    """The text of an error or a program's output on one line, with single spaces."""
     return " ".join(str(said).split())
 
 
 class ArealError(Exception):
-    """Base of every error that this package raises on purpose. Its text is safe to print."""
+    """Base of all errors that this package raises on purpose. Its text is safe to print."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
@@ -35,68 +35,68 @@ class ConfigError(ArealError, ValueError):
 
 
 class ModelError(ArealError, ValueError):
-    """A model folder is missing, broken or of an architecture that is not supported."""
+    """A model folder is missing, broken or of an unsupported architecture."""
 
 
 class StorageError(ArealError):
-    """A storage location is unknown, unreachable or not writable, or what it holds is damaged."""
+    """A storage location is unknown, unreachable or not writable, or its contents are damaged."""
 
 
 class TrackingError(ArealError):
-    """The tracking server can't be reached or refuses what it is sent."""
+    """The tracking server is unreachable or rejects data."""
 
 
 class GenerationError(ArealError):
-    """A generation server failed a request or can't be reached."""
+    """A generation server failed a request or is unreachable."""
 
-    drop_reason: ClassVar[str] = "generation"  # of a group whose last try ended so
+    drop_reason: ClassVar[str] = "generation"  # drop reason of a group whose last try failed like this
 
 
 class ServerLostError(GenerationError):
-    """A generation server can no longer be trusted: it died or failed a weight update."""
+    """A generation server can't be trusted any more: it died, or a weight update failed."""
 
 
 class RewardError(ArealError):
-    """A verifier failed, which says nothing about the completion that it judged."""
+    """A verifier failed, which says nothing about the completion."""
 
-    drop_reason: ClassVar[str] = "reward_failed"  # of a group whose last try ended so
+    drop_reason: ClassVar[str] = "reward_failed"  # drop reason of a group whose last try failed like this
 
 
 class VerifierError(RewardError):
-    """A verifier or an environment has a bug. The first line names it, with file and line; traceback, prompt and
-    completion follow, indented."""
+    """A verifier or an environment has a bug. The first line names it, with file and line.
+    Indented lines with traceback, prompt and completion follow."""
 
 
 class RewardTimeoutError(RewardError):
-    """A verifier took longer than it may."""
+    """A verifier exceeded its time limit."""
 
     drop_reason = "reward_timeout"
 
 
 class RewardWorkerError(RewardError):
-    """The process died in which a group was being scored."""
+    """The process that was scoring a group died."""
 
     drop_reason = "reward_worker_died"
 
 
 class SessionLostError(RewardError):
-    """The process that a group was suspended in is gone, with another group's work: nothing that this one has done."""
+    """The process of a suspended group died because of another group's work."""
 
 
 class RolloutLimitError(ArealError):
-    """A rollout asks its policy for more than its context or its turns allow."""
+    """A rollout requests more context or turns from its policy than allowed."""
 
 
 class UserCodeError(ArealError):
-    """A verifier or an environment has a bug that ends the run: another try would end the same."""
+    """A verifier or an environment has a bug that ends the run, because another try would fail equally."""
 
 
 class LedgerError(ArealError):
-    """A transition that the trajectory ledger does not allow."""
+    """A forbidden state transition in the trajectory ledger."""
 
 
 class TokenLedgerError(ArealError):
-    """The token ledger does not balance: servers have sampled other tokens than its groups account for."""
+    """The token ledger does not balance: the servers' token count differs from that of the groups."""
 
 
 class DivergenceError(ArealError):
@@ -108,8 +108,8 @@ class ProcessError(ArealError):
 
 
 class ProvisionError(ArealError):
-    """Nodes could not be had, or given back; the message is the provisioner's."""
+    """Nodes could not be created or released; the message is the provisioner's."""
 
 
 class RunFinished(ArealError):  # noqa: N818 - an ending, not a failure
-    """The run has ended: no further batch will be served. The message is the reason."""
+    """The run has ended, so no more batches are served. The message is the reason."""

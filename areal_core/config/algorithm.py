@@ -1,4 +1,4 @@
-"""What is optimised: the fields of `algorithm`, what follows from them, and which of them can't go together."""
+"""The group `algorithm`: its fields, derived properties, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from areal_core.config.plugins import check_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Properties of an objective, known without torch; the function of its name is in algorithm.objectives."""
+    """Properties of an objective, known without torch; the function is in algorithm.objectives."""
 
-    takes_proximal: bool = True  # a forward pass recomputes pi_prox for it
-    weighs: bool = True  # it has a weight pi_prox / pi_behav, for behaviour_cap or behaviour_mask_* to act on
+    takes_proximal: bool = True  # a forward pass recomputes pi_prox
+    weighs: bool = True  # has importance weights pi_prox / pi_behav, to which behaviour_cap and behaviour_mask_* apply
 
 
-OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
+OBJECTIVES: dict[str, Objective] = {  # name in AlgorithmConfig.objective -> properties
     "decoupled": Objective(),
     "standard": Objective(takes_proximal=False, weighs=False),
     "a3po": Objective(takes_proximal=False),
@@ -24,8 +24,8 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "cispo": Objective(takes_proximal=False, weighs=False),
     "reinforce": Objective(),
 }
-_IMPORTED = Objective()  # a function that is named by its import path
-CONTROLS = ("constant", "adaptive_kl")  # AlgorithmConfig.control; the classes are in algorithm.control
+_IMPORTED = Objective()  # defaults for a function named by its import path
+CONTROLS = ("constant", "adaptive_kl")  # values of AlgorithmConfig.control; classes are in algorithm.control
 STEP_COEFFICIENTS = (  # fields that a control may change
     "clip_eps",
     "clip_eps_high",
@@ -39,42 +39,40 @@ STEP_COEFFICIENTS = (  # fields that a control may change
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """The objective of a token, how tokens are averaged, and the advantages that it weighs; see docs/algorithm.md."""
+    """The per-token objective, the average over tokens, and the advantages; see docs/algorithm.md."""
 
-    objective: str = "decoupled"  # one of OBJECTIVES, or a function of one's own as "package.module:function"
+    objective: str = "decoupled"  # one of OBJECTIVES, or a custom "package.module:function"
     loss_mean: str = choice("token", "token", "sequence", "constant")
-    loss_unit: str = choice("rollout", "rollout", "sequence")  # that loss_mean counts once: all its sequences, or each
+    loss_unit: str = choice("rollout", "rollout", "sequence")  # loss_mean counts each rollout once, or each sequence
     advantage: str = choice("group", "group", "group_mean", "batch", "batch_tokens", "leave_one_out")
-    credit: str = choice("rollout", "rollout", "sequence", "turn")  # what has a return, and so an advantage, of its own
-    discount: float = bounded(1.0, low=0.0, high=1.0)  # credit=turn: of a later turn's reward, for each turn between
-    group_size: int = bounded(16, low=1)  # G, rollouts of one prompt
-    clip_eps: float = bounded(0.2, above=0.0)  # of the lower bound, 1 - eps; from 1 on there is none
-    clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
-    behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: none
-    behaviour_mask_low: float | None = bounded(None, low=0.0)  # tokens below have no part in the objective; None: all
-    behaviour_mask_high: float | None = bounded(None, above=0.0)  # the same above
-    kl_coef: float = bounded(0.0, low=0.0)  # of the divergence from version 0; 0: no pass over version 0 is made
+    credit: str = choice("rollout", "rollout", "sequence", "turn")  # unit with its own return and advantage
+    discount: float = bounded(1.0, low=0.0, high=1.0)  # credit=turn: factor per turn for rewards of later turns
+    group_size: int = bounded(16, low=1)  # G, rollouts per prompt
+    clip_eps: float = bounded(0.2, above=0.0)  # lower bound 1 - eps of the ratio; no bound from 1 on
+    clip_eps_high: float | None = bounded(None, above=0.0)  # upper bound 1 + eps of the ratio; None: clip_eps
+    behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: no bound
+    behaviour_mask_low: float | None = bounded(None, low=0.0)  # masks smaller pi_prox / pi_behav; None: no mask
+    behaviour_mask_high: float | None = bounded(None, above=0.0)  # masks larger pi_prox / pi_behav; None: no mask
+    kl_coef: float = bounded(0.0, low=0.0)  # coefficient of the KL to version 0; 0: no pass over version 0
     kl_estimator: str = choice("k3", "k1", "k2", "k3")
-    entropy_coef: float = bounded(0.0, low=0.0)  # of a bonus for the policy's entropy
-    control: str = "constant"  # of coefficients from step to step: one of CONTROLS, or "package.module:function"
-    kl_target: float = bounded(0.01, above=0.0)  # adaptive_kl: the divergence from version 0, nats a token
+    entropy_coef: float = bounded(0.0, low=0.0)  # coefficient of the entropy bonus
+    control: str = "constant"  # changes coefficients per step: one of CONTROLS, or "package.module:function"
+    kl_target: float = bounded(0.01, above=0.0)  # adaptive_kl: target KL to version 0, nats per token
     kl_horizon: float = bounded(10.0, low=1.0)  # adaptive_kl: steps; 1 / K_beta of the paper
-    truncated: str = choice("incorrect", "incorrect", "mask")  # what becomes of a completion that was cut off
+    truncated: str = choice("incorrect", "incorrect", "mask")  # how to treat truncated completions
     reward_correct: float = 1.0
     reward_incorrect: float = 0.0
-    overlong_cache: int | None = bounded(
-        None, low=1
-    )  # last tokens of the limit in which length costs; None: it doesn't
-    overlong_penalty: float = bounded(1.0, low=0.0)  # what it costs at the limit
+    overlong_cache: int | None = bounded(None, low=1)  # length penalty in the last N tokens; None: no penalty
+    overlong_penalty: float = bounded(1.0, low=0.0)  # penalty at the length limit
 
     @property
     def takes_proximal(self) -> bool:
-        """Whether the objective has a pi_prox that a forward pass recomputes."""
+        """Whether a forward pass recomputes pi_prox for the objective."""
         return OBJECTIVES.get(self.objective, _IMPORTED).takes_proximal
 
     @property
     def weighs(self) -> bool:
-        """Whether the objective has a weight pi_prox / pi_behav, which can be capped or masked."""
+        """Whether the objective has importance weights pi_prox / pi_behav, which can be capped or masked."""
         return OBJECTIVES.get(self.objective, _IMPORTED).weighs
 
     @property
@@ -84,18 +82,18 @@ class AlgorithmConfig:
 
     @property
     def bounds_weights(self) -> bool:
-        """Whether large or small pi_prox / pi_behav are capped or masked."""
+        """Whether the importance weights pi_prox / pi_behav are capped or masked."""
         bounds = (self.behaviour_cap, self.behaviour_mask_low, self.behaviour_mask_high)
         return any(bound is not None for bound in bounds)
 
     @property
     def regularised(self) -> bool:
-        """Whether completions without an advantage move the policy too."""
+        """Whether completions without an advantage also change the policy."""
         return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
-    """Raises ConfigError for an unknown objective or control, and for fields that can't go together."""
+    """Raise ConfigError for an unknown objective or control, and for incompatible fields."""
     check_name("algorithm.objective", config.objective, OBJECTIVES)
     check_name("algorithm.control", config.control, CONTROLS)
     if config.control == "adaptive_kl":

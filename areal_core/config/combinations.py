@@ -1,5 +1,6 @@
-"""Checks between the groups of a configuration. Each raises ConfigError in one line that names the field and says what
-would be right.
+"""Checks between the groups of a configuration.
+
+Each raises ConfigError in one line that names the field and says which values are allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from areal_core.config.schema import RunConfig
 
 
-_NAME_BYTES = 100  # a run's id has more: mode, date and a part that makes it unique
+_NAME_BYTES = 100  # a run id adds the mode, the date and a unique suffix
 
 
 def check(config: RunConfig) -> None:
@@ -47,7 +48,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _check_batch(config: RunConfig) -> None:
-    """B is P groups of G, partitioned into minibatches that every rank has a share of."""
+    """Check that B is P groups of G, and that minibatches have completions for every rank."""
     batch, group, groups = config.rollout.batch_size, config.algorithm.group_size, config.groups_per_batch
     require(batch % group == 0, "rollout.batch_size", f"a multiple of algorithm.group_size ({group})", batch)
     minibatches = config.training.minibatches
@@ -77,10 +78,10 @@ def _check_task(config: RunConfig) -> None:
 
 
 def _check_programs(config: RunConfig) -> None:
-    """A worker that takes longer for a verdict is taken for hung."""
+    """Check that reward_timeout_s leaves time for slow programs, so that no busy worker counts as hung."""
     if config.environment.verifier != "code":
         return
-    each = 2 * config.environment.program_wall_s  # one that runs out is tried again
+    each = 2 * config.environment.program_wall_s  # a timed-out program is tried again
     wanted = f"at least {each:g} (8 * environment.program_cpu_s) with environment.verifier=code"
     require(
         config.rollout.reward_timeout_s >= each, "rollout.reward_timeout_s", wanted, config.rollout.reward_timeout_s
@@ -140,8 +141,9 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def _check_devices(config: RunConfig, generating: int, who: str) -> None:
-    """Unlike cores, accelerators are not shared at the same time: every server and rank has its own in asynchronous
-    mode, and servers and ranks take turns on them in synchronous mode."""
+    """Check that there are enough devices.
+    Accelerators, unlike cores, are not shared at the same time. In asynchronous mode every server and rank has its own.
+    In synchronous mode they take turns."""
     ranks, scoring = config.training_ranks, config.evaluation_devices
     needed, link = (generating + ranks, "and") if config.mode == "async" else (max(generating, ranks), "then")
     beside = f", {scoring} score versions" if scoring else ""

@@ -1,8 +1,9 @@
-"""Engines by name, and their capabilities. Other modules ask for a capability; none compares names of engines.
+"""Engines by name, and their capabilities. Other modules query capabilities, never engine names.
 
-An engine that an import path names states its own: an attribute `traits` of the function, a TrainingTraits or a
-GenerationTraits. Without it the defaults below hold. It is imported by the checks before a run and by the process that
-runs it, not where a configuration is loaded; so `emulates`, `own_server` and `in_process` are for registered ones.
+An engine named by an import path declares its capabilities. Its function has an attribute `traits`, a TrainingTraits or
+a GenerationTraits. Without `traits` the defaults below hold. The checks before a run and the process of the engine
+import it. Loading a configuration does not. So `emulates`, `own_server` and `in_process` are only for registered
+engines.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class GenerationTraits:
     """Capabilities of a generation engine."""
 
     emulates: bool = False  # time passes and nothing is computed
-    own_server: bool = False  # it comes with a server, which generation.vllm configures; else this package's serves it
-    in_process: bool = False  # the evaluator may run it itself, on a core
-    sleeps: bool = False  # asleep, it gives weights and KV cache back
-    swaps_adapters: bool = True  # requests that run go on under a new adapter
-    any_model: bool = True  # it runs models that only transformers' modules train
+    own_server: bool = False  # has its own server, configured by generation.vllm; else this package's serves it
+    in_process: bool = False  # the evaluator may run it in its own process, on a core
+    sleeps: bool = False  # frees model weights and KV cache while asleep
+    swaps_adapters: bool = True  # running requests continue with a new adapter
+    any_model: bool = True  # serves models that only transformers' modules can train
     max_temperature: float = math.inf
 
 
@@ -36,7 +37,7 @@ class TrainingTraits:
     """Capabilities of a training engine."""
 
     emulates: bool = False  # time passes and nothing is computed
-    shards: bool = False  # ranks partition its state, as training.zero_stage says; else every rank holds all of it
+    shards: bool = False  # ranks partition its state by training.zero_stage; else every rank holds it all
 
 
 GENERATION_ENGINES = {
@@ -52,22 +53,23 @@ TRAINING_ENGINES = {
 
 
 def known_generation(name: str) -> GenerationTraits:
-    """Those of a registered engine, the defaults for an import path, which is not imported."""
+    """Capabilities of a registered generation engine; defaults for an import path, without importing it."""
     return GENERATION_ENGINES.get(name, GenerationTraits())
 
 
 def generation_traits(field: str, name: str) -> GenerationTraits:
-    """Those of any engine. Raises ConfigError that begins with `field` for an import path that can't be imported."""
+    """Capabilities of any generation engine.
+    Raises ConfigError, starting with `field`, for an import path that can't be imported."""
     return _traits(field, name, GENERATION_ENGINES, GenerationTraits())
 
 
 def training_traits(name: str) -> TrainingTraits:
-    """Those of any engine. Raises ConfigError for an import path that can't be imported."""
+    """Capabilities of any training engine. Raises ConfigError if an import path can't be imported."""
     return _traits("training.engine", name, TRAINING_ENGINES, TrainingTraits())
 
 
 def names(engines: Mapping[str, T], trait: str, value: bool = True) -> str:
-    """The registered engines whose capability `trait` is `value`, for error messages."""
+    """Names of registered engines whose capability `trait` is `value`, for error messages."""
     return " or ".join(name for name, traits in engines.items() if getattr(traits, trait) is value)
 
 

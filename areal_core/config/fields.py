@@ -1,5 +1,6 @@
-"""Plain nested values into dataclasses whose fields carry their bounds. Every error is one line that starts with the
-dotted name of the field.
+"""Build dataclasses with bounded fields from plain nested values.
+
+Every error is one line that starts with the dotted name of the field.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ import numpy as np
 from areal_core.errors import ConfigError
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_NAME_BYTES = 160  # file systems take 255; files beside it have longer names
-_LARGEST = 2**31 - 1  # of whole numbers without a bound of their own
+_NAME_BYTES = 160  # file systems allow 255; some files add to the name
+_LARGEST = 2**31 - 1  # upper bound of whole numbers without their own
 LARGEST_SEED = 2**63 - 1
-# Where a message names a field of a task: it begins with it, or holds it with a value.
+# Matches a task's field in a message: at its beginning, or followed by a value.
 _OF_TASK = re.compile(r"^(?=(?:task|environment)[.:])|(?<![\w./-])(?=(?:task|environment)\.[\w.]+=)")
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def bounded(default: Any, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """A number with `low <= value <= high`, or `value > above`. A whole number has 31 bits unless `high` is given."""
+    """A number with `low <= value <= high`, or `value > above`. Without `high`, integers have 31 bits."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
 def choice(default: str, *choices: str) -> Any:
-    """One of several words."""
+    """A text field whose value is one of `choices`."""
     return field(default=default, metadata={"choices": choices})
 
 
 def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
-    """A copy of `base` with the nested field `dotted` set to `value`; `above` is the prefix of the names in `base`."""
+    """A copy of `base` with the nested field `dotted` set to `value`.
+    `above` is the prefix of the names in `base`, for error messages."""
     key, _, rest = dotted.partition(".")
     merged = dict(base)
     if rest:
@@ -55,7 +57,7 @@ def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> 
 
 @contextmanager
 def of_task(name: str) -> Generator[None]:
-    """Within, errors that name fields of a task name those of the mixture's task `name`, unless it is empty."""
+    """Within the `with`, errors about a task's fields name the mixture's task `name`, unless it is empty."""
     try:
         yield
     except ConfigError as error:
@@ -65,8 +67,10 @@ def of_task(name: str) -> Generator[None]:
 
 
 def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
-    """An instance of the dataclass `schema`, and of those in its fields. Raises ConfigError for unknown fields, wrong
-    types, values out of bounds, and what the `check` of a dataclass raises; `prefix` is that of the names in `values`.
+    """An instance of the dataclass `schema`, including its nested dataclasses.
+
+    `prefix` is the prefix of the names in `values`. Raises ConfigError for unknown fields, wrong types and values out
+    of bounds, and the errors of each dataclass's `check`.
     """
     given = _group(values, prefix)
     hints = typing.get_type_hints(schema)
@@ -119,7 +123,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 1e308 else math.inf
     if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
-        return float(value)  # YAML 1.1 takes 1e-4 for text
+        return float(value)  # YAML 1.1 parses 1e-4 as text
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -144,7 +148,7 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
 
 
 def require(holds: object, name: str, wanted: str, got: object) -> None:
-    """Raise ConfigError unless it holds that the field `name` is what is `wanted`."""
+    """Raise ConfigError unless `holds`: the field `name` must be `wanted`."""
     if not holds:
         raise ConfigError(f"{name}: must be {wanted}, got {shown(got)}")
 
@@ -159,28 +163,28 @@ def shown(value: object) -> str:
 
 
 def check_file_name(field: str, name: str) -> str:
-    """Raise ConfigError for a name that can't be that of a folder, of files in it and of objects; returns the name."""
+    """Return `name`; raise ConfigError if it can't name folders, files and objects."""
     if not _FILE_NAME.fullmatch(name):
         raise ConfigError(f"{field}: must be letters, digits, dots, dashes and underscores, got {name[:100]!r}")
     return check_length(field, name, _NAME_BYTES)
 
 
 def check_length(field: str, name: str, most: int) -> str:
-    """Raise ConfigError for a name of more than `most` bytes; returns the name."""
+    """Return `name`; raise ConfigError if it has more than `most` bytes."""
     if (size := len(name.encode(errors="replace"))) > most:
         raise ConfigError(f"{field}: must have at most {most} bytes, got {size}; shorten {name[:20]}...")
     return name
 
 
 def refuse_credentials(name: str, address: str | None, instead: str) -> None:
-    """Raise ConfigError where an address holds a user or a password: settings are written down, sent and shown. The
-    line does not repeat them; `instead` says where they belong."""
+    """Raise ConfigError for an address with a user or password, as settings are stored, sent and shown.
+    The message does not repeat them; `instead` says where they belong."""
     if address is not None and "@" in urlsplit(address).netloc:
         raise ConfigError(f"{name}: must hold no user or password; {instead}")
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of all fields of nested values; `prefix` is what the names begin with."""
+    """Dotted names and values of all nested fields; `prefix` is prepended to the names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")

@@ -1,9 +1,9 @@
-"""The schema of a run: a dataclass of groups, and what follows from them.
+"""The schema of a run: a dataclass of groups, and derived properties.
 
-A configuration holds causes; what follows from them is a property. Bounds stand beside the field as metadata, what must
-hold within a group is its `check`, and between groups `areal_core.config.combinations`. `load` asks all of them; every
-error is one line that names the dotted field. Nothing here knows of Hydra: `flows.compose` makes a plain dictionary and
-hands it to `load`, as does `python -m areal_core`.
+A configuration holds independent settings; derived values are properties. Bounds are metadata of a field. `check` of a
+group holds conditions within it, `areal_core.config.combinations` those between groups. `load` checks all of them.
+Every error is one line that names the dotted field. Hydra is unknown here: `flows.compose` and `python -m areal_core`
+pass a plain dictionary to `load`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from areal_core.config.groups import (
     WarmupConfig,
 )
 
-_GROUPS_PER_RANK = 4  # of a minibatch; with fewer, another core costs more in every update than it computes
+_GROUPS_PER_RANK = 4  # groups per minibatch; with fewer, another rank costs more per update than it computes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides what a run does."""
+    """All settings of a run."""
 
     name: str = "cpu"
     mode: str = choice("async", "async", "sync")
@@ -59,7 +59,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    # A mixture, by names: then `task` only says what the embedded model is warmed up on, and `environment` nothing.
+    # A mixture, by task name. Then `task` only configures the embedded model's warm-up, and `environment` is unused.
     tasks: dict[str, MixedTask] = field(default_factory=dict[str, MixedTask], hash=False)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -77,78 +77,78 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """What runs of this configuration are called, the mode included."""
+        """Name prefix of runs of this configuration, including the mode."""
         prefix = "emulated-" if self.emulated and not self.name.startswith("emulated") else ""
         return f"{prefix}{self.name}-{self.mode}"
 
     def of(self, name: str) -> RunConfig:
-        """The configuration of one task of the mixture; "" is the name of the only task of any other run."""
+        """The configuration of one task of the mixture; "" is the only task of a run without a mixture."""
         if not name:
             return self
         return replace(self, task=self.tasks[name].task, environment=self.tasks[name].environment, tasks={})
 
     @property
     def by_task(self) -> dict[str, RunConfig]:
-        """The configurations of all tasks, by name. Their order does not depend on that of the mixture's entries."""
+        """The configurations of all tasks, by name, sorted by name."""
         return {name: self.of(name) for name in sorted(self.tasks) or [""]}
 
     @property
     def task_label(self) -> str:
-        """What people call the task, or the tasks of the mixture."""
+        """Display name of the task, or of the tasks of the mixture."""
         return ", ".join(self.tasks) or self.task.path or self.task.dataset or self.task.name
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of a trajectory after its prompt, at most: the largest of all tasks."""
+        """Most tokens of a trajectory after its prompt, over all tasks."""
         return max(its.task.max_new_tokens for its in self.by_task.values())
 
     @property
     def context(self) -> int:
-        """Tokens of a prompt and its trajectory, at most: the largest of all tasks."""
+        """Most tokens of a prompt with its trajectory, over all tasks."""
         return max(its.task.max_prompt_tokens + its.task.max_new_tokens for its in self.by_task.values())
 
     @property
     def max_staleness(self) -> int:
-        """eta of Eq. 3."""
+        """eta of Eq. 3, in versions."""
         if self.rollout.max_staleness is not None:
             return self.rollout.max_staleness
         return 0 if self.mode == "sync" else 2
 
     @property
     def pipeline_depth(self) -> float:
-        """How far ahead of training generation is to be, in batches; eta is how far it may be."""
+        """How many batches generation runs ahead of training; at most eta."""
         depth = self.rollout.pipeline_depth
         return self.max_staleness if depth is None else depth
 
     @property
     def emulated(self) -> bool:
-        """Whether accelerators are emulated: their time passes, nothing is generated or learnt."""
+        """Whether accelerators are emulated: their time passes, but nothing is generated or learnt."""
         return known_generation(self.generation.engine).emulates
 
     @property
     def generation_traits(self) -> GenerationTraits:
-        """Capabilities of the generation engine. Raises ConfigError for an import path that can't be imported."""
+        """Capabilities of the generation engine. Raises ConfigError if an import path can't be imported."""
         return generation_traits("generation.engine", self.generation.engine)
 
     @property
     def evaluation_traits(self) -> GenerationTraits:
-        """Those of the engine that scores versions."""
+        """Capabilities of the engine that scores versions. Raises ConfigError as `generation_traits` does."""
         field = "evaluation.engine" if self.evaluation.servers else "generation.engine"
         return generation_traits(field, self.evaluation_engine)
 
     @property
     def training_traits(self) -> TrainingTraits:
-        """Capabilities of the training engine. Raises ConfigError for an import path that can't be imported."""
+        """Capabilities of the training engine. Raises ConfigError if an import path can't be imported."""
         return training_traits(self.training.engine)
 
     @property
     def zero_stage(self) -> int:
-        """What ranks partition (ZeRO): 0 nothing, 1 moments, 2 gradients too, 3 weights too."""
+        """The ZeRO stage. Ranks partition: 0 nothing, 1 moments, 2 also gradients, 3 also model weights."""
         return self.training.zero_stage if self.training_traits.shards else 0
 
     @property
     def evaluated(self) -> bool:
-        """Whether versions are scored; emulated training has learnt nothing that could be."""
+        """Whether versions are scored; never for emulated training, which learns nothing."""
         return self.evaluation.enabled and not self.emulated
 
     @property
@@ -158,15 +158,15 @@ class RunConfig:
 
     @property
     def evaluation_servers(self) -> int:
-        """Processes that serve the evaluator alone. It steps one embedded engine on a core itself: requests between two
-        processes would cost as much again as their tokens."""
+        """Number of server processes for the evaluator alone.
+        It is 0 if the evaluator steps one embedded engine itself: requests between processes would double the cost."""
         its = self.evaluation
         itself = its.servers == 1 and its.accelerator == "cpu" and known_generation(its.engine).in_process
         return 0 if itself else its.servers
 
     @property
     def emulated_cluster(self) -> str | None:
-        """The emulated cluster, for people; None where nothing is emulated."""
+        """Description of the emulated cluster; None if nothing is emulated."""
         if not self.emulated:
             return None
         its = self.emulation
@@ -177,21 +177,23 @@ class RunConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether servers and ranks take turns on the same devices, rather than each on its own."""
+        """Whether servers and ranks take turns on the same devices."""
         return self.mode == "sync" and self.generation_servers + self.training_ranks > self.launch.devices
 
     @property
     def recomputes_proximal(self) -> bool:
-        """Whether pi_prox takes a forward pass of its own. Where nothing is stale, a batch trains the policy that
-        sampled it. Then pi_behav is pi_prox, and Eq. 5 is PPO. The pass is made all the same where both are compared,
-        to bound the difference between servers and trainer."""
+        """Whether a separate forward pass computes pi_prox.
+
+        Without staleness, a batch trains the policy that sampled it. Then pi_behav is pi_prox, and Eq. 5 is PPO. The
+        pass still runs if the importance weights are bounded, to bound the difference between servers and trainer.
+        """
         stale = self.max_staleness > 0 or self.algorithm.bounds_weights
         return self.algorithm.takes_proximal and stale
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the trainer computes the prompt of a group once for all of its completions. On GPUs one kernel
-        attends to sequences of any lengths, and knows no shared prompts."""
+        """Whether the trainer computes the prompt of a group once for all of its completions.
+        On GPUs, the attention kernel takes sequences of any lengths, but no shared prompts."""
         return self.launch.accelerator == "cpu" and not self.emulated
 
     @property
@@ -201,14 +203,14 @@ class RunConfig:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether servers and ranks are on the same cores at the same time: training when a batch waits, generation
-        otherwise. In sync mode they take turns by themselves."""
+        """Whether servers and ranks use the same cores at the same time.
+        The cores train when a batch is ready, and generate otherwise. In sync mode the two take turns anyway."""
         return self.mode == "async" and self.launch.accelerator == "cpu" and not self.emulated
 
     @property
     def training_ranks(self) -> int:
-        """As set; else all devices in sync mode. In async mode 1 on GPUs, and on cores as many as have work enough in a
-        minibatch."""
+        """Number of ranks: as set, else all devices in sync mode.
+        The default in async mode is 1 on GPUs. On cores it is the number of ranks that a minibatch keeps busy."""
         if self.training.ranks is not None:
             return self.training.ranks
         if self.shares_cores:
@@ -218,7 +220,7 @@ class RunConfig:
 
     @property
     def trainer_processes(self) -> int:
-        """One a rank; a single one stands for all emulated ranks."""
+        """Number of trainer processes: one per rank; a single one stands for all emulated ranks."""
         return 1 if self.emulated else self.training_ranks
 
     @property
@@ -230,17 +232,17 @@ class RunConfig:
 
     @property
     def admits_machines(self) -> bool:
-        """Whether other machines may join the run: then the head node has a data server."""
+        """Whether other machines may join the run; then the head node has a data server."""
         return bool(self.remote_roles) or not ip_address(self.launch.address).is_loopback
 
     @property
     def ranks_per_host(self) -> int:
-        """Trainer processes of one of `training.hosts` machines."""
+        """Trainer processes on each of `training.hosts` machines."""
         return self.trainer_processes // self.training.hosts
 
     @property
     def token_rate(self) -> float:
-        """Tokens a second of the emulated cluster for each that is seen here; 1 where nothing is emulated."""
+        """Emulated tokens per second for each token per second measured here; 1 without emulation."""
         return self.emulation.tokens_per_token / self.emulation.speed if self.emulated else 1.0
 
     @property
@@ -254,13 +256,12 @@ class RunConfig:
 
     @property
     def completions_per_server(self) -> int:
-        """Completions worth having in flight at one server: what it decodes at once, and a group that waits, from which
-        slots are refilled as completions end."""
+        """Completions to keep in flight at one server: all slots, and a waiting group to refill them."""
         return self.generation.slots + self.algorithm.group_size
 
     @property
     def devices_per_server(self) -> int:
-        """GPUs of one generation server; 1 on cores."""
+        """GPUs per generation server; 1 on cores."""
         return self._devices_of(self.generation.engine)
 
     @property
@@ -275,18 +276,18 @@ class RunConfig:
 
     @property
     def interruption(self) -> str:
-        """What an update does to running completions. Synchronous training has none when it updates."""
+        """Effect of an update on running completions; synchronous training has none at that time."""
         return self.generation.interruption if self.mode == "async" else "wait"
 
     @property
     def sleeps(self) -> bool:
-        """Whether servers release their accelerators while the trainer trains."""
+        """Whether servers free their accelerators during training."""
         return self.generation.sleep and self.mode == "sync"
 
     @property
     def scores_at_the_end(self) -> bool:
-        """Whether versions are scored once the run has ended: a server that is lent, and so awake, would be in the way
-        of ranks that train on its accelerators."""
+        """Whether versions are scored after the end of the run.
+        A borrowed server is awake, and would occupy memory that ranks need on its accelerators."""
         return self.evaluated and self.sleeps and not self.evaluation.servers
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,8 +297,8 @@ class RunConfig:
 def load(values: Mapping[str, Any]) -> RunConfig:
     """Build and check a configuration from nested plain values.
 
-    Raises ConfigError with one line that starts with the dotted field, for unknown fields, wrong types, values out
-    of bounds and combinations that can't work.
+    Raises ConfigError with one line that starts with the dotted field, for unknown fields, wrong types, values out of
+    bounds and impossible combinations.
     """
     config = build(RunConfig, values)
     combinations.check(config)
@@ -305,5 +306,5 @@ def load(values: Mapping[str, Any]) -> RunConfig:
 
 
 def load_file(path: str | Path) -> RunConfig:
-    """Load the resolved configuration that a run keeps in its folder (JSON)."""
+    """Load the resolved configuration in a run's folder (JSON)."""
     return load(json.loads(Path(path).read_text()))

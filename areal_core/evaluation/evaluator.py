@@ -1,10 +1,10 @@
-"""The evaluator: scores published versions on the held-out prompts, beside the training.
+"""The evaluator: scores published versions on the held-out prompts during training.
 
     controller --GET /evaluation--> version -> generation servers -> rollouts of its environment -> POST /evaluations
 
-It is a client of generation servers like any other, and computes nothing itself; their tokens for it are outside the
-ledger. Every version has its records, which an evaluator that was killed goes on with, and a page to read them, in the
-run's evaluations/.
+The evaluator is a client of generation servers like any other, and computes nothing itself. Its tokens are outside the
+token ledger. Each version has a file of records and a page in the run's evaluations/. A restarted evaluator resumes the
+records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Scores versions of one run on its held-out set. Raises ModelError or StorageError for what it can't read."""
+    """Scores versions of a run on its held-out set. Raises ModelError or StorageError for bad files."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -46,7 +46,7 @@ class Evaluator:
         self.servers = open_servers(run, config)
 
     async def score(self, version: PolicyVersion) -> tuple[Evaluation, Path]:
-        """The scores of `version`, and the file of a table with a row for every problem."""
+        """The scores of `version`, and the file of a table with one row per problem."""
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.digest[:8]}.jsonl"
         about = {**self._benchmark.about, "model": {"digest": version.digest}}
@@ -82,7 +82,7 @@ class Evaluator:
 
 
 async def evaluate(run: RunDir) -> None:
-    """Score the versions that the controller hands out, until it has no more."""
+    """Score the versions that the controller hands out, until there are no more."""
     controller = ControllerClient(run)
     evaluator = Evaluator(run)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)

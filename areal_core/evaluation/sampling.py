@@ -1,9 +1,9 @@
-"""A benchmark, and rollouts of its problems, by its environment and with generation servers, recorded.
+"""Benchmarks, and recorded rollouts of their problems with an environment and generation servers.
 
     problems --> workers at every server --rollouts: requests, completions, environment--> records
 
-Servers may come, go and come again; a problem whose server is lost goes to another one. What a problem's rollouts are
-sampled with follows from its text alone, not from when, where or beside what they are.
+Servers may join, leave and join again. A problem whose server is lost goes to another server. The seed of a problem's
+rollouts follows from its text alone, not from time, server or batch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from areal_core.types import Completion, GenerationRequest, Outcome, Prompt, Sam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One benchmark for one model. `config` says how its problems are sampled."""
+    """One benchmark for one model; `config` has the sampling settings."""
 
     name: str
     config: RunConfig
     problems: list[Prompt]
-    about: dict[str, Any]  # what is evaluated, and how; other records are of another evaluation
+    about: dict[str, Any]  # model, task and sampling settings; records with other ones are another evaluation's
 
 
 def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str) -> Benchmark:
-    """The held-out set of a task for a model whose weights have the hash `weights`, served by `engine`.
-
-    Raises what `open_source` raises."""
+    """The held-out set of a task, for a model with digest `weights` that `engine` serves.
+    Raises the errors of `open_source`."""
     problems = open_source(config, tokenizer).held_out()
     source = config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
     described = {"name": name, "problems": len(problems), "sha256": prompts_digest(problems), "source": source}
@@ -66,12 +65,12 @@ class Rewards(Protocol):
 
 
 class Server(Protocol):
-    """What completes prompts: the client of a generation server, or an engine."""
+    """A source of completions: the client of a generation server, or an engine."""
 
-    url: str  # how messages name it
+    url: str  # name in messages
 
     async def complete(self, request: GenerationRequest) -> list[Completion]:
-        """The completions of a request. Raises ServerLostError, and GenerationError for one that is refused."""
+        """The completions of a request. Raises ServerLostError, and GenerationError for a rejected request."""
         ...
 
 
@@ -79,7 +78,7 @@ _FAILED = Sample(text="", tokens=0, truncated=False, outcome=Outcome.FAILED, sco
 
 
 class Collector:
-    """The problems of one benchmark on their way to records. One event loop calls it."""
+    """Samples the problems of one benchmark and records them, in one event loop."""
 
     def __init__(
         self,
@@ -92,8 +91,8 @@ class Collector:
         version: int = 0,
         on_record: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """`stop_token_ids` by task. `version` is that of the policy, of which all tokens must be; `on_record` is told
-        how many problems are recorded."""
+        """`stop_token_ids` is by task. All tokens must come from policy `version`.
+        `on_record` is called with the number of recorded problems."""
         self._config, self._samples = benchmark.config, benchmark.config.evaluation.samples or 0
         self._records, self._on_record = records, on_record
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
@@ -115,8 +114,8 @@ class Collector:
         return self._ended.done()
 
     async def work(self, server: Server, completions: int) -> None:
-        """Have a server work on problems, about `completions` at once, until none is left or one has failed. Raises
-        ServerLostError when the server is lost; what it had is left to others."""
+        """Let a server work on problems until none is left or one has failed, about `completions` at once.
+        Raises ServerLostError if the server is lost; its problems go to other servers."""
         count = max(1, completions // (1 + self._samples))
         workers = [asyncio.create_task(self._work(server)) for _ in range(count)]
         try:
@@ -126,7 +125,7 @@ class Collector:
                     worker.result()
         except ServerLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the records
+        except Exception as error:  # noqa: BLE001 - raised by `finished`
             if not self._ended.done():
                 self._ended.set_exception(error)
         finally:
@@ -156,7 +155,7 @@ class Collector:
             self._ended.set_result(None)
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
-        kinds = [True, False] if self._samples else [True]  # greedy or not
+        kinds = [True, False] if self._samples else [True]  # greedy: yes or no
         parts = [asyncio.create_task(self._rollouts(server, problem, greedy=greedy)) for greedy in kinds]
         try:
             greedy, *samples = [sample for part in await asyncio.gather(*parts) for sample in part]
@@ -175,8 +174,8 @@ class Collector:
         )
 
     async def _rollouts(self, server: Server, problem: Prompt, *, greedy: bool) -> tuple[Sample, ...]:
-        """The rollouts of a problem. Those that fail in every try have no result. Raises UserCodeError where too many
-        have none."""
+        """The rollouts of a problem; those that fail in every try have no result.
+        Raises UserCodeError if too many rollouts have no result."""
         digest = hashlib.sha256(f"{self._config.seed}/{problem.prompt_id}".encode()).digest()
         n = 1 if greedy else self._samples
         request = GenerationRequest(

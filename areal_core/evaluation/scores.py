@@ -1,10 +1,11 @@
-"""Records of an evaluation on one benchmark, its scores, their page for people, and the comparison of two.
+"""Records and scores of an evaluation on one benchmark, its HTML page, and a comparison of two.
 
-A record is a line for every problem, with all of its rollouts. A completion here is what a rollout has sampled. The
-first line of a file says what was evaluated, and how. A file that is opened again goes on where it ended; a line that
-was cut off is dropped.
+A file has one line per problem, with all rollouts of the problem. A completion here means the text that one rollout
+sampled. The first line of a file holds the evaluated model and the settings. A reopened file is continued; an
+incomplete last line is dropped.
 
-Every completion counts: one that was cut off, gives no answer that can be read, or has no result, is wrong.
+Every completion counts. Truncated completions, completions without a readable answer and those without a result are
+incorrect.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ _DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One problem of a benchmark."""
+    """One problem of a benchmark, with its rollouts."""
 
-    problem: int  # its place in the benchmark
+    problem: int  # index in the benchmark
     prompt_id: str  # hash of its text
-    prompt: str  # as it was fed, special tokens included
+    prompt: str  # text of the prompt tokens, including special tokens
     gold: str
     greedy: Sample
-    samples: tuple[Sample, ...]  # sampled ones, in the order of their seeds
-    task: str = ""  # of a mixture
+    samples: tuple[Sample, ...]  # sampled completions, ordered by seed
+    task: str = ""  # task in a mixture
 
 
 class RecordFile:
-    """The records of one evaluation on one benchmark. A context that closes the file.
+    """The records of one evaluation on one benchmark; a context manager that closes the file.
 
-    What follows a damaged line is dropped. Raises ConfigError, naming the first field that differs, where a file holds
-    records of another evaluation; StorageError for one that can't be read or written.
+    Lines from the first damaged one on are dropped. Raises ConfigError, naming the first field that differs, if the
+    file belongs to another evaluation. Raises StorageError for a file that can't be read or written.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a line that was cut off
+            lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without an incomplete last line
             self._records: dict[int, Record] = {}
-            whole = 0  # bytes before the first damaged line, as a machine that lost power may leave one
+            whole = 0  # bytes before the first damaged line, which a power loss may leave
             with suppress(*_DAMAGED):
                 for number, line in enumerate(lines):
                     if number == 0:
@@ -80,11 +81,11 @@ class RecordFile:
 
     @property
     def records(self) -> list[Record]:
-        """In the order of their problems."""
+        """All records, ordered by problem."""
         return [self._records[problem] for problem in sorted(self._records)]
 
     def add(self, record: Record) -> None:
-        """Write a record."""
+        """Append a record. Raises StorageError."""
         try:
             self._write(record)
         except OSError as error:
@@ -113,7 +114,7 @@ class RecordFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The whole records of a file, in the order of their problems. Raises StorageError."""
+    """The complete records of a file, ordered by problem. Raises StorageError."""
     try:
         lines = path.read_bytes().split(b"\n")[1:-1]
         return sorted((msgspec.json.decode(line, type=Record) for line in lines), key=lambda record: record.problem)
@@ -123,17 +124,17 @@ def read_records(path: Path) -> list[Record]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Means over problems."""
+    """Scores of a benchmark, as means over problems."""
 
     problems: int
-    samples: int  # of a problem, beside the greedy completion
+    samples: int  # samples per problem, in addition to the greedy completion
     greedy: Estimate
     pass_at: Mapping[int, Estimate]  # by k: 1, 2, 4, ...
     majority_at: Mapping[int, Estimate]  # by k > 2
-    outcomes: Mapping[Outcome, int]  # of all completions
-    truncated: int  # completions that ran into the length limit, of all
-    mean_tokens: float  # of all completions
-    means: Mapping[str, float]  # of their environment's numbers, by name, over greedy completions that have them
+    outcomes: Mapping[Outcome, int]  # number of completions by outcome
+    truncated: int  # completions that reached the length limit
+    mean_tokens: float  # mean length of all completions
+    means: Mapping[str, float]  # environment metrics, over greedy completions that have them
     of_tasks: Mapping[str, float]  # greedy accuracy of each task of a mixture
 
     @property
@@ -141,7 +142,7 @@ class Scores:
         return sum(self.outcomes.values())
 
     def metrics(self) -> dict[str, float]:
-        """Names and values, for curves."""
+        """Metric names and values, for curves."""
         estimates = {
             "greedy": self.greedy,
             **{f"pass_at_{k}": value for k, value in self.pass_at.items()},
@@ -159,7 +160,7 @@ class Scores:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, for people."""
+        """Names and values as text, for people."""
         found = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in self.outcomes.items())
         return [
             ("problems", f"{self.problems:,}"),
@@ -173,7 +174,7 @@ class Scores:
 
 
 def scored(records: Sequence[Record]) -> Scores:
-    """The scores of at least one record, all of which have as many samples."""
+    """The scores of one or more records with equal numbers of samples."""
     samples = len(records[0].samples)
     everything = [sample for record in records for sample in (record.greedy, *record.samples)]
     outcomes = Counter(sample.outcome for sample in everything)
@@ -181,7 +182,7 @@ def scored(records: Sequence[Record]) -> Scores:
     for record in records:
         for name, value in record.greedy.metrics.items():
             numbers[name].append(value)
-    powers = [2**exponent for exponent in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
+    powers = [2**exponent for exponent in range(samples.bit_length())]  # 1, 2, 4, ... up to the number of samples
     return Scores(
         problems=len(records),
         samples=samples,
@@ -197,8 +198,8 @@ def scored(records: Sequence[Record]) -> Scores:
 
 
 def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str, Difference]:
-    """What one model scores above another on the same problems: `greedy`, and `pass_at_1` where both were sampled.
-    Raises ConfigError for records of other problems."""
+    """Score differences of two models on the same problems: `greedy`, and `pass_at_1` if both have it.
+    Raises ConfigError if the problems differ."""
     if [record.prompt_id for record in records] != [record.prompt_id for record in reference]:
         raise ConfigError("benchmarks: two models are compared on the same problems, these are others")
     found = {"greedy": difference(_right(records), _right(reference))}
@@ -225,7 +226,7 @@ def problem_row(record: Record) -> dict[str, Any]:
 
 
 def _right(records: Sequence[Record]) -> NDArray[np.float64]:
-    """Of each problem whether its greedy completion is right, 1 or 0."""
+    """Whether the greedy completion of each problem is correct: 1 or 0, shape [P]."""
     return np.array([float(record.greedy.correct) for record in records])
 
 
@@ -244,7 +245,7 @@ def _pass_at(records: Sequence[Record], k: int) -> Estimate:
 
 
 def _majority_at(records: Sequence[Record], k: int) -> Estimate | None:
-    """Answers vote together that were read as the same text; None where no answer was read."""
+    """maj@k, with one vote per readable answer text; None if no answer was readable."""
     if not any(sample.answer for record in records for sample in record.samples):
         return None
     votes = [
@@ -262,11 +263,11 @@ def _shown(value: Estimate) -> str:
     return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
-_SAMPLES = 8  # of a problem that are shown
+_SAMPLES = 8  # most samples of a problem on the page
 
 
 def _finalized(value: object) -> object:
-    """Texts with control characters and marks of writing direction as escapes; tabs stay."""
+    """Escape control characters and text-direction marks in texts; tabs stay."""
     return "\t".join(map(printable_lines, value.split("\t"))) if type(value) is str else value
 
 
@@ -275,7 +276,7 @@ _TEMPLATE = _JINJA.from_string(Path(__file__).with_name("page.html").read_text()
 
 
 def write_page(path: Path, title: str, records: Sequence[Record], scores: Scores) -> None:
-    """Raises StorageError where the file can't be written."""
+    """Write the HTML page of an evaluation. Raises StorageError if the file can't be written."""
     found = {record.greedy.outcome for record in records}
     text = _TEMPLATE.render(
         title=title,

@@ -1,8 +1,8 @@
-"""What completes the prompts that score a run's versions (`evaluation.servers`).
+"""Generation servers that score a run's versions (`evaluation.servers`).
 
-own engine   one embedded engine on a core, which the evaluator steps itself
-own servers  launched beside the run's; they load a version when it is scored
-borrowed     one of the run's: it leaves the run, loads the version, and joins again once that is scored
+own engine   one embedded engine on a core, which the evaluator steps itself own servers  launched beside the run's
+servers; they load each version to be scored borrowed     one of the run's servers: it leaves the run, loads the
+version, and joins again after scoring
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
-ROLE = "evaluation"  # of its own servers, in the names of their files
-_BORROWED = "borrowed"  # the file that names the server that is borrowed
+ROLE = "evaluation"  # of the evaluator's own servers, in file names
+_BORROWED = "borrowed"  # name of the file with the borrowed server
 _AGAIN_S = 1.0  # between two tries to reach a server
 
 
 def open_servers(run: RunDir, config: RunConfig) -> Servers:
-    """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run.
+    """The servers that `evaluation.servers` selects. Raises ModelError if the engine can't run the model.
 
-    `work_on` has servers that hold a version work until all is recorded, or a problem has failed.
+    `work_on` loads a version and works until all problems are recorded, or one has failed.
     """
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
@@ -53,7 +53,7 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
 
 
 class OwnEngine:
-    """The embedded engine on a core, in this process: a step of it is a turn of the event loop."""
+    """The embedded engine in this process; each engine step takes one turn of the event loop."""
 
     def __init__(self, engine: ServedEngine, *, slots: int) -> None:
         """`engine` holds the base model, and decodes `slots` completions at once."""
@@ -61,13 +61,13 @@ class OwnEngine:
         self._engine = engine
         self._slots = slots
         self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
-        self._ended: dict[str, dict[int, Completion]] = {}  # of requests that are not finished
+        self._ended: dict[str, dict[int, Completion]] = {}  # ended completions of unfinished requests
         self._stepping: asyncio.Task[None] | None = None
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         if collector.over:
             return
-        if version.version or self._engine.version:  # else it holds the base model
+        if version.version or self._engine.version:  # else the engine already holds the base model
             self._engine.swap(read_version(self._engine, Path(version.path), version.digest), version.version)
         await collector.work(self, 2 * self._slots)
 
@@ -86,24 +86,24 @@ class OwnEngine:
             self._ended.pop(request.request_id, None)
 
     async def _step(self) -> None:
-        """Step the engine until nobody waits for it."""
+        """Step the engine while requests are waiting."""
         try:
             while self._finished:
                 heartbeat.progressed()
                 for generation in self._engine.step():
                     ended = self._ended.setdefault(request_id := generation.request.request_id, {})
                     ended.update(generation.completions)
-                    if generation.last and not (future := self._finished[request_id]).done():  # cancelled
+                    if generation.last and not (future := self._finished[request_id]).done():  # not cancelled
                         future.set_result([ended[index] for index in range(len(ended))])
                 await asyncio.sleep(0)
-        except Exception as error:  # noqa: BLE001 - handed to all who wait
+        except Exception as error:  # noqa: BLE001 - raised by all waiting requests
             for future in self._finished.values():
                 if not future.done():
                     future.set_exception(error)
 
 
 class _RunServers:
-    """Servers that load a version when it is scored."""
+    """Servers that load each version to be scored."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self._run, self._config = run, config
@@ -111,7 +111,7 @@ class _RunServers:
     async def _score(
         self, url: str, collector: Collector, version: PolicyVersion, completions: int, stager: str | None = None
     ) -> None:
-        """Have one server load a version and work. Raises ServerLostError."""
+        """Let one server load a version and work on problems. Raises ServerLostError."""
         client = GenerationClient(
             url,
             token=self._run.token(),
@@ -132,10 +132,10 @@ class _RunServers:
 
 
 class OwnServers(_RunServers):
-    """Servers that a launcher runs for an evaluation alone, and starts again when they end."""
+    """Servers that the launcher runs only for evaluation, and restarts when they exit."""
 
     def __init__(self, run: RunDir, config: RunConfig, *, role: str, count: int, completions: int) -> None:
-        """`role` names their ready files. Each gets about `completions` at once."""
+        """`role` is the role in their ready files. Each server works on about `completions` at once."""
         super().__init__(run, config)
         self._role, self._count, self._completions = role, count, completions
 
@@ -158,16 +158,16 @@ class OwnServers(_RunServers):
 
 
 class BorrowedServer(_RunServers):
-    """One of the run's servers at a time: what it generates for the run meanwhile, others do. There is always another
-    one at work when it leaves."""
+    """One of the run's servers at a time; meanwhile the others generate its completions.
+    At least one other server is serving when it leaves."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         super().__init__(run, config)
         self._controller = ControllerClient(run)
-        self._file = run.ready_file(_BORROWED)  # a new launcher, whose servers are new, forgets it
+        self._file = run.ready_file(_BORROWED)  # a new launcher, with new servers, removes this file
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
-        if self._file.exists():  # an evaluator that was killed has left it
+        if self._file.exists():  # left by an evaluator that was killed
             await self._give_back(json.loads(self._file.read_text()))
         while not collector.over:
             with heartbeat.waiting("controller-0", f"version {version.version}: no server to borrow"):
@@ -183,7 +183,7 @@ class BorrowedServer(_RunServers):
                 await self._give_back(server)
 
     async def _borrow(self) -> dict[str, Any]:
-        """A server that has left the run: of those at work the one with the least to do."""
+        """Let the serving server with the fewest completions leave the run, and return it."""
         while True:
             servers = await asyncio.to_thread(self._controller.servers)
             serving = [server for server in servers if server["state"] == "serving"]
@@ -196,8 +196,8 @@ class BorrowedServer(_RunServers):
             await asyncio.sleep(_AGAIN_S)
 
     async def _give_back(self, server: dict[str, Any]) -> None:
-        """Have the server join the run again, unless one of its name, started anew, has done so. One that can't is
-        taken out by the controller, and started again."""
+        """Let the server join the run again, unless a restarted server of its name has joined.
+        The controller takes out a server that can't join, and its supervisor restarts it."""
         try:
             if all(known["name"] != server["name"] for known in await asyncio.to_thread(self._controller.servers)):
                 join = self._controller.join
@@ -212,8 +212,8 @@ Servers = OwnEngine | OwnServers | BorrowedServer
 
 async def _load(client: GenerationClient, version: PolicyVersion) -> None:
     if version.version == 0 and await client.loaded_version() == 0:
-        await client.resume()  # it may have left while it was paused
+        await client.resume()  # the server may have left while paused
     elif version.version == 0 and not client.in_place:
-        await client.reload(version)  # a model folder, of one file or several
+        await client.reload(version)  # a model folder may have several files
     else:
         await client.load_version(version, "wait")

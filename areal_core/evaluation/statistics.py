@@ -1,11 +1,11 @@
-"""What completions of a benchmark's prompts say about a policy: pass@k, maj@k, intervals, and paired comparison.
+"""Statistics of completions on a benchmark: pass@k, maj@k, confidence intervals, paired comparison.
 
-Every figure is a mean over prompts of one value a prompt, from 0 to 1: its share of correct completions (pass@1; of one
-greedy completion each, greedy accuracy), its pass@k, its maj@k. Completions of one prompt resemble each other, so it is
-prompts that count: an interval is for the mean over all prompts of their kind, and thirty prompts stay thirty, however
-many completions they have. What the intervals were measured to cover stands in docs/evaluation.md.
+Every figure is a mean over prompts of one value per prompt, from 0 to 1. The value is the share of correct completions
+(pass@1; greedy accuracy for one greedy completion), pass@k, or maj@k. Completions of one prompt are correlated, so the
+sample size is the number of prompts. An interval is for the mean over all prompts of their kind. More completions per
+prompt do not add prompts. docs/evaluation.md has the measured coverage of the intervals.
 
-Axes: P prompts, n completions of a prompt that have a result; those without one are left out before.
+Axes: P prompts, n completions of a prompt that have a result; the caller drops those without one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from scipy.special import expit, stdtrit
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.integer]
 
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # confidence level of intervals
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-_OUTCOMES = 2**20  # of sign flips that are enumerated; beyond, flips are drawn
+_OUTCOMES = 2**20  # most outcomes of sign flips to enumerate; above, flips are drawn
 _DRAWS = 10_000  # the standard error of a p-value of 0.05 is 0.002
-_TIE = 1e-9  # sums of differences closer than this are the same
+_TIE = 1e-9  # sums of differences closer than this are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over prompts, and an interval for that over all prompts of their kind."""
+    """A mean over prompts, and a confidence interval for the mean over all prompts of their kind."""
 
     value: float
     low: float
@@ -41,17 +41,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Estimate):
-    """A mean over prompts minus another over the same ones, an interval, and a test that there is none."""
+    """A paired difference of means over prompts, its interval, and a test of the null hypothesis."""
 
-    p_value: float  # two-sided, sign-flip; exact McNemar where values are 0 or 1
+    p_value: float  # two-sided, sign-flip; exact McNemar if values are 0 or 1
 
 
 def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
-    """The chance [P] that k of a prompt's n completions, drawn without replacement, hold a correct one.
+    """The probability [P] that k of a prompt's n completions hold a correct one.
 
-    1 - C(n - c, k) / C(n, k), unbiased for k fresh completions (Chen et al., 2021, arXiv 2107.03374, Eq. 1); in whole
-    numbers, so that nothing cancels and equal chances are equal. `correct` [P] holds c, `completions` [P] n. k is
-    at most the least n.
+    Draws are without replacement: 1 - C(n - c, k) / C(n, k), unbiased for k fresh completions (Chen et al., 2021, arXiv
+    2107.03374, Eq. 1). Computed in integers, so there is no cancellation, and equal probabilities are equal. `correct`
+    [P] holds c, `completions` [P] n. k is at most the smallest n.
     """
     values: list[float] = []
     for c, n in zip(correct.tolist(), completions.tolist(), strict=True):
@@ -63,10 +63,10 @@ def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
 def majority_at_k(answers: Sequence[str | None], right: Collection[str], k: int) -> float:
     """The expected correctness (maj@k) of the most frequent answer among k of one prompt's n completions.
 
-    Over all draws of k without replacement, exactly, for n up to 1,000; for k = n it is the one vote of all
-    (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `right` are those
-    that are correct. A tie counts by the share of its answers that are right. A completion without an answer (None) is
-    drawn but doesn't vote; where nobody votes, nothing is right. k is from 1 to n.
+    Exact over all draws of k without replacement, for n up to 1,000. For k = n it is the single vote of all completions
+    (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `right` holds the
+    correct ones. A tie counts by the share of its answers that are correct. A completion without an answer (None) is
+    drawn but doesn't vote; without votes the result is incorrect. k is from 1 to n.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     silent = len(answers) - votes.total()
@@ -80,8 +80,8 @@ def majority_at_k(answers: Sequence[str | None], right: Collection[str], k: int)
 
 
 def _ways(others: Sequence[int], silent: int, top: int, draws: int) -> Float64Array:
-    """The ways [ties + 1] to draw `draws` completions such that no other answer has more than `top` votes, by the
-    number of those that have as many."""
+    """Ways [ties + 1] to draw `draws` completions so that no other answer exceeds `top` votes.
+    Index i counts the draws in which i other answers have exactly `top` votes."""
     table = np.zeros((draws // top + 1, draws + 1))  # [ties, drawn so far]
     table[0, 0] = 1.0
     for count in others:
@@ -94,13 +94,13 @@ def _ways(others: Sequence[int], silent: int, top: int, draws: int) -> Float64Ar
 
 
 def estimate(values: Float64Array) -> Estimate:
-    """The mean of one value a prompt, [P] from 0 to 1, with its interval.
+    """The mean of one value per prompt, [P] from 0 to 1, with its confidence interval.
 
-    Where values are 0 or 1, Wilson's (1927). Else Student's t over prompts, on the scale of logit(mean), as surveys
-    have it for means over clusters (`xlogit` of R's survey::svyciprop): it stays within 0 and 1, and reaches further
-    away from whichever is near. Values that don't show how they spread, because they are all the same or add up to less
-    than one prompt solved or one failed, are taken for verdicts: of one mean, none spread more. Raises ValueError
-    without values, or for one that is not from 0 to 1.
+    If values are 0 or 1, Wilson's interval (1927). Otherwise Student's t over prompts on the logit scale, as surveys do
+    for means over clusters (`xlogit` of R's survey::svyciprop). That interval stays within 0 and 1, and reaches further
+    on the side away from the nearer bound. If the values are all equal, or sum to less than one solved or one failed
+    prompt, their spread is unknown. They are then treated as 0 or 1, which have the largest spread for a given mean.
+    Raises ValueError without values, or for one outside 0 to 1.
     """
     _check_values(values)
     prompts, mean = len(values), float(values.mean())
@@ -113,12 +113,12 @@ def estimate(values: Float64Array) -> Estimate:
 
 
 def difference(values: Float64Array, reference: Float64Array) -> Difference:
-    """The mean of value - reference of the same prompts, both [P] from 0 to 1, with its interval and its p-value.
+    """The mean of value - reference over the same prompts, [P] from 0 to 1, with interval and p-value.
 
-    Where differences are -1, 0 or 1, as those of verdicts are, Wald's interval with one more prompt won and one more
-    lost (Bonett and Price, 2012, J. Educ. Behav. Stat. 37:479); else Student's t over prompts. The test is
-    `sign_flip_p_value`'s, of its own, and may disagree with an interval that ends near 0. Raises ValueError where the
-    two don't match, and as `estimate`.
+    If differences are -1, 0 or 1, as for 0/1 values: Wald's interval with one more prompt won and one more lost (Bonett
+    and Price, 2012, J. Educ. Behav. Stat. 37:479). Otherwise Student's t over prompts. The p-value is that of
+    `sign_flip_p_value`, and may disagree with an interval that ends near 0. Raises ValueError if the lengths differ,
+    and as `estimate` does.
     """
     if len(values) != len(reference):
         raise ValueError(f"values of the same prompts are compared, got {len(values)} and {len(reference)}")
@@ -141,12 +141,12 @@ def difference(values: Float64Array, reference: Float64Array) -> Difference:
 
 
 def sign_flip_p_value(differences: Float64Array) -> float:
-    """The chance that a sum of `differences` [P] is as far from 0 as theirs if each had its sign by a fair coin.
+    """The probability that the sum of `differences` [P] is as far from 0 under fair random signs.
 
-    So it would be if it were all the same which checkpoint a prompt's completions came from (Fisher, The Design of
-    Experiments, 1935, section 21). For verdicts this is McNemar's test in its exact, binomial form. Exact up to
-    `_OUTCOMES` outcomes of the coins, those of equal differences taken together; else from `_DRAWS` of them, always the
-    same, themselves included (Phipson and Smyth, 2010, arXiv 1603.05766).
+    The null hypothesis is that a prompt's completions do not depend on the checkpoint (Fisher, The Design of
+    Experiments, 1935, section 21). For 0/1 values this is the exact, binomial form of McNemar's test. Exact up to
+    `_OUTCOMES` sign outcomes, with equal differences grouped. Above, it uses `_DRAWS` draws with a fixed seed, counting
+    the observed outcome (Phipson and Smyth, 2010, arXiv 1603.05766).
     """
     sizes, counts = np.unique(np.abs(differences), return_counts=True)
     least = abs(float(differences.sum())) - _TIE
@@ -164,7 +164,7 @@ def sign_flip_p_value(differences: Float64Array) -> float:
 
 
 def _coins(count: int) -> Float64Array:
-    """The chance [count + 1] of each number of heads among `count` fair coins."""
+    """The probability [count + 1] of each number of heads among `count` fair coins."""
     log_factorial = np.array([math.lgamma(heads + 1) for heads in range(count + 1)])
     return np.exp(log_factorial[-1] - log_factorial - log_factorial[::-1] - count * math.log(2))
 
@@ -173,12 +173,12 @@ def _wilson(mean: float, prompts: int) -> Estimate:
     shrink = 1 / (1 + _Z**2 / prompts)
     centre = shrink * (mean + _Z**2 / (2 * prompts))
     half = shrink * _Z * math.sqrt(mean * (1 - mean) / prompts + _Z**2 / (4 * prompts**2))
-    # The bounds are exact where the mean is 0 or 1, but for rounding.
+    # The bounds are exact for a mean of 0 or 1, apart from rounding.
     return Estimate(value=mean, low=min(mean, max(0.0, centre - half)), high=max(mean, min(1.0, centre + half)))
 
 
 def _half_width(values: Float64Array) -> float:
-    """Half of Student's t interval for the mean of values [P], P at least 2."""
+    """Half the width of Student's t interval for the mean of values [P], P at least 2."""
     quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 

@@ -1,7 +1,7 @@
-"""The parent's side of process control: child processes, tied to this process, waited for and ended as a whole.
+"""Process control on the parent's side: start child processes, tie them to this process, and end them.
 
-`areal_core.launch.process` has the child's side. `supervisor` runs the roles of a run with
-this, `flows.services` the servers behind the pages.
+`areal_core.launch.process` is the child's side. `supervisor` runs the roles of a run with this module. `flows.services`
+runs the servers behind the web pages with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from areal_core.launch import process
 from areal_core.launch.logs import LogFile
 from areal_core.launch.sweeper import Sweeper
 
-sweeper = Sweeper()  # of this process: for what it has started and leaves behind
+sweeper = Sweeper()  # the sweeper of this process; ends its leftover children
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that leads a session of its own and logs to a file. The parent calls `reap` once."""
+    """A process that leads its own session and logs to a file. The parent calls `reap` once."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -35,18 +35,18 @@ class Child:
         return self.popen.pid
 
     def send(self, signum: signal.Signals) -> None:
-        """A signal. Not `Popen.send_signal`, which may collect it: its number must stay its own until `reap`."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        """Send a signal without reaping the process, as `Popen.send_signal` might: its pid stays valid."""
+        with contextlib.suppress(ProcessLookupError):  # the process has already ended
             signal.pidfd_send_signal(self.pidfd, signum)
 
     def status(self) -> int:
-        """Its exit status, once it has ended; it is still to be reaped."""
+        """Exit status of an ended process, without reaping it."""
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def reap(self) -> int:
-        """Kill what is left of its process group, and collect it; returns its exit status."""
+        """Kill the rest of the process group, collect the process and return its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         sweeper.remove(self.pid)
@@ -67,9 +67,12 @@ def start(
     foreign: bool = False,
     outlives: bool = False,
 ) -> Child:
-    """Start a process. `environment` is added to this process's; `grace_s` is its time to end in order once this
-    process is gone. One that `outlives` this process is nobody's to sweep away. One of a `foreign` program, which knows
-    nothing of `process.adopt`, gets its first tie here: then this process must have a single thread. Raises OSError."""
+    """Start a child process with `environment` added to this process's own. Raises OSError.
+
+    `grace_s` is the child's time to end in order, in seconds, once this process is gone. The sweeper leaves a child
+    that `outlives` this process alone. A `foreign` program does not call `process.adopt`, so its PDEATHSIG is set here.
+    Then this process must have a single thread.
+    """
     mark = {} if outlives else sweeper.mark
     if not outlives:
         sweeper.check()
@@ -91,5 +94,5 @@ def start(
 
 
 def how_it_ended(code: int) -> str:
-    """An exit status of `subprocess`, in words."""
+    """Describe an exit status of `subprocess` in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,18 +1,18 @@
-"""The heartbeat of a process, and the launcher's watchdogs, which find a process that is stopped or hangs.
+"""Heartbeats of processes, and the launcher's watchdogs, which find stopped and hanging processes.
 
-    main loop --say, waiting, progressed: in memory--> the beat's thread --a record a second--> file
+    main loop --say, waiting, progressed: in memory--> heartbeat thread --one record per second--> file
 
-The file is small: `heartbeat/<role>-<index>`. Each record is a beat: a process that is stopped, or that the kernel
-holds, has none. What it says of its work costs the main loop nothing. Watchdogs compare records with earlier ones, so
-that clocks of several machines don't matter:
+The file is small: `heartbeat/<role>-<index>`. Each record is a beat. A process that is stopped, or blocked in the
+kernel, writes none. Reporting its work costs the main loop nothing. Watchdogs compare records only with earlier
+records, so the clocks of several machines don't matter:
 
-    liveness    a process has no beat: it is stopped, or the kernel holds it (launch.liveness_timeout_s)
-    progress    it is busy, and what it says of its work does not change, or its event loop does not turn
-                (launch.stall_timeout_s); one that waits for another owes no progress
-    standstill  all of them wait for each other, and nothing changes (launch.stall_timeout_s)
+    liveness    a process writes no beats: it is stopped, or blocked in the kernel (launch.liveness_timeout_s)
+    progress    a busy process reports no progress, or its event loop does not run (launch.stall_timeout_s);
+                the watchdog ignores processes that wait for another one
+    standstill  all processes wait for each other, and nothing changes (launch.stall_timeout_s)
 
-Silence is counted over looks, each for a few seconds at most: a clock that jumps, or a launcher or a machine that was
-stopped for an hour, makes nobody silent.
+Each check adds a few seconds of silence at most. So a clock that jumps, or a launcher or machine that was suspended for
+an hour, makes no process silent.
 """
 
 from __future__ import annotations
@@ -34,71 +34,71 @@ import msgspec
 
 from areal_core.config.schema import LaunchConfig
 
-FOLDER = "AREAL_HEARTBEATS"  # in the environment: where processes of this run have their files
-WORK = "work"  # what an idle process waits for
+FOLDER = "AREAL_HEARTBEATS"  # in the environment: folder of the heartbeat files of this run
+WORK = "work"  # `waits_for` of an idle process
 STORE = "the store"
 STARTING = "starting"
 _BEAT_S = 1.0
-_RECORD_BYTES = 512  # room for every record: on a full disk one can still be written over another
-SPECTATORS = ("tracker-", "rendezvous-", "files-")  # nothing waits for them
-LOOK_S = 1.0  # between two looks
-_BEATS_S = 5.0  # within which a process that is not silent has a beat
-_LOOK_MOST_S = 3.0  # that one look may count for
+_RECORD_BYTES = 512  # size of every record: on a full disk a record can still be overwritten
+SPECTATORS = ("tracker-", "rendezvous-", "files-")  # processes that no other process waits for
+LOOK_S = 1.0  # between two checks
+_BEATS_S = 5.0  # a process without a beat for longer counts as silent
+_LOOK_MOST_S = 3.0  # most seconds that one check may add
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]  # bounds are for records that another machine sends
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]  # the bounds protect against records from other machines
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 @dataclass(slots=True, kw_only=True)
 class Heartbeat:
-    """One record of a process."""
+    """One heartbeat record of a process."""
 
     pid: Count
     beats: Count
-    turns: Count | None  # beats that its event loop has answered; None: it has said nothing of one
-    progress: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # steps, tokens, groups: what its main loop has got done
+    turns: Count | None  # beats that the event loop has processed; None: the process has no event loop
+    progress: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # steps, tokens or groups that the main loop has completed
     doing: Text
-    waits_for: Text | None  # a process, or a part of the run: while it waits it owes no progress
+    waits_for: Text | None  # a process or a part of the run; a waiting process owes no progress
 
 
-_said = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing=STARTING, waits_for=None)  # by this process, last
+_said = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing=STARTING, waits_for=None)  # state of this process
 _loop: asyncio.AbstractEventLoop | None = None
 
 
 def start(file: Path) -> None:
-    """Begin to beat, in this process, which has one file for all of its life. The first beat is its own: one that is
-    stopped before its thread has run is missed all the same."""
+    """Start the heartbeat of this process, which writes the same file until it exits.
+    The first beat is written here, so that a process stopped before its thread runs is noticed too."""
     _beat(file, 1)
     threading.Thread(target=_go_on, args=(file,), name="heartbeat", daemon=True).start()
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
-    """The main loop of this process is an event loop: from now on it has to turn."""
+    """Declare that the main loop of this process is the event loop `loop`, which must keep running."""
     global _loop
     _loop, _said.turns = loop, 0
 
 
 def progressed() -> None:
-    """The main loop has got something done, of what it does."""
+    """Report that the main loop has completed some work."""
     _said.progress += 1
 
 
 def say(doing: str, *, waits_for: str | None = None) -> None:
-    """What the main loop does from now on, or whom it waits for; where that is something else, it has got on."""
+    """Report the main loop's activity, and the process it waits for; a change counts as progress."""
     if (doing, waits_for) != (_said.doing, _said.waits_for):
         _said.doing, _said.waits_for = doing, waits_for
         progressed()
 
 
 def ready() -> None:
-    """The start is over. A process that says nothing more owes no progress."""
+    """Report the end of start-up. A process that reports nothing afterwards owes no progress."""
     if _said.doing == STARTING:
         say("ready", waits_for=WORK)
 
 
 @contextmanager
 def waiting(for_whom: str, doing: str) -> Iterator[None]:
-    """Within, the main loop waits for somebody; afterwards it does again what it did."""
+    """Report that the main loop waits for `for_whom` within the `with`, then restore the last report."""
     before = _said.doing, _said.waits_for
     say(doing, waits_for=for_whom)
     try:
@@ -108,7 +108,7 @@ def waiting(for_whom: str, doing: str) -> Iterator[None]:
 
 
 def read(file: Path) -> Heartbeat | None:
-    """The last record; None where there is none, or where it is just being written."""
+    """The last record; None if there is none, or if it is being written."""
     with suppress(OSError, ValueError, TypeError):
         return Heartbeat(**json.loads(file.read_bytes()))
     return None
@@ -123,14 +123,14 @@ def _go_on(file: Path) -> None:
 def _beat(file: Path, beats: int) -> None:
     now = dataclasses.replace(_said, pid=os.getpid(), beats=beats)
     if _loop is not None:
-        with suppress(RuntimeError):  # it is closed: the process ends
+        with suppress(RuntimeError):  # the loop is closed: the process ends
             _loop.call_soon_threadsafe(_turn)
-    with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
+    with suppress(OSError):  # readers notice a missing beat
         write(file, now)
 
 
 def write(file: Path, heartbeat: Heartbeat) -> None:
-    """Put a record in the place of the last one. Raises OSError."""
+    """Overwrite the last record in `file`. Raises OSError."""
     record = json.dumps(dataclasses.asdict(heartbeat)).encode().ljust(_RECORD_BYTES)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -144,14 +144,14 @@ def _turn() -> None:
 
 
 class Looks:
-    """When to look, and the seconds since the look before, as far as they count."""
+    """Paces the checks of a watchdog and measures the seconds between them, with an upper bound."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = clock()
 
     def elapsed(self) -> float:
-        """0 while it is too early for another look."""
+        """Seconds since the last check, bounded; 0 if it is too early for another check."""
         now = self._clock()
         if now - self._last < LOOK_S:
             return 0.0
@@ -160,24 +160,25 @@ class Looks:
 
 
 class Watchdog:
-    """Watches one process from its start on. Says nothing of one that has never had a heartbeat."""
+    """Watches one process from its start; ignores a process that never had a heartbeat."""
 
     def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
         self._file, self._pid, self._launch = file, pid, launch
         self.last: Heartbeat | None = None
-        self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
-        self.still_s = 0.0  # since it has last got on
+        self._silent_s = self._loop_s = 0.0  # since its last beat; since its event loop's last turn
+        self.still_s = 0.0  # since its last progress
 
     def look(self, elapsed_s: float) -> str | None:
-        """How it hangs, in words that follow its name; None while it does not. `elapsed_s`: since the last look."""
+        """Describe how the process hangs, in words that follow its name; None if it does not.
+        `elapsed_s` is the time since the last check."""
         now, before = read(self._file), self.last
         if now is None or now.pid != self._pid:
-            now = before  # none yet, or half written
+            now = before  # no record yet, or a partly written one
         self.last = now
         if now is None or before is None:
             return None
         self._silent_s = self._silent_s + elapsed_s if now.beats == before.beats else 0.0
-        heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # of one that is silent no more is known
+        heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # a silent process may have progressed
         self._loop_s = self._loop_s + heard_s if now.turns == before.turns else 0.0
         self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
         liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
@@ -194,22 +195,24 @@ class Watchdog:
 
 
 class Standstill:
-    """Watches all processes of a run, on whatever machine, by their heartbeats in its folder."""
+    """Watches all processes of a run, on all machines, by the heartbeats in its folder."""
 
     def __init__(self, folder: Path, launch: LaunchConfig) -> None:
         self._folder, self._launch = folder, launch
-        self._last: dict[str, Heartbeat] = {}  # of every process
+        self._last: dict[str, Heartbeat] = {}  # last record of every process
         self._still_s = 0.0
 
     def look(self, elapsed_s: float) -> str | None:
-        """How the run stands still; None while it does not. One process that is busy or waits for the store is enough
-        for that: the first has a watchdog of its own, and the store's requests have bounds. One that is silent has a
-        watchdog, too; spectators do not count."""
+        """Describe how the whole run stands still; None if it does not.
+
+        One process that is busy, or waits for the store, means no standstill. A busy or silent process has a watchdog
+        of its own, and requests to the store have time limits. Spectators do not count.
+        """
         files = [file for file in self._folder.iterdir() if not file.name.startswith(SPECTATORS)]
         found = {file.name: said for file in files if (said := read(file)) is not None}
         before, self._last = self._last, self._last | found
         beating = {name: said for name, said in found.items() if name not in before or before[name].beats != said.beats}
-        if not beating:  # this look shows nothing
+        if not beating:  # this check shows nothing
             return None
         still = all(
             said.waits_for not in (None, STORE)
@@ -225,12 +228,12 @@ class Standstill:
 
 
 def described(said: Heartbeat) -> str:
-    """What a process has said of itself, in words."""
+    """Describe a process's heartbeat in words."""
     return said.doing if said.waits_for is None else f"{said.doing}, waiting for {said.waits_for}"
 
 
 def kernel_state(pid: int) -> str:
-    """The state of a process of this machine, as the kernel has it: "T (stopped)"; "gone" where it has none."""
+    """The kernel's state of a process on this machine, such as "T (stopped)"; "gone" if it does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Logs of a run: one format for every process, on top of the standard `logging` package, in files that are rotated.
+"""Logs of a run: one format for every process, based on the `logging` package, in rotated files.
 
     2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] message
 
-Time is UTC. A process calls `start` once; its index comes from its supervisor, through the environment. One that a
-person started has no supervisor, and writes messages alone, as `plain` extracts them from a line. What native libraries
-and vLLM write into the same file stays as it is.
+Time is UTC. A process calls `start` once. The supervisor passes the process's index in the environment. A process that
+a person started has no supervisor. It writes bare messages, in the form that `plain` extracts from a line. Output of
+native libraries and vLLM in the same file stays unchanged.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 
 from areal_core.errors import printable, printable_lines
 
-INDEX = "AREAL_INDEX"  # of a process in its role; unset: a person reads
-LOG_BYTES, LOG_FILES = 16 * 2**20, 4  # of a log before it is rotated, and older ones that are kept of it
+INDEX = "AREAL_INDEX"  # index of a process in its role; unset if a person started the process
+LOG_BYTES, LOG_FILES = 16 * 2**20, 4  # size at which a log is rotated; number of rotated files to keep
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step \d+\] )?(.*)")
-_TAIL_BYTES = 64 * 1024  # of new log lines that are read at once; older ones stay in the file
+_TAIL_BYTES = 64 * 1024  # most new log bytes to read at once; older ones stay in the file
 _LINE_CHARS = 500
-_LAST_LINES = 6  # of a log, in an error
+_LAST_LINES = 6  # log lines in an error message
 
 logger = logging.getLogger(__name__)
 _step: int | None = None
 
 
 def start(role: str, index: int | None = None) -> None:
-    """Set up the logging of this process, on stderr. Warnings and uncaught exceptions become records as well.
+    """Set up logging on stderr for this process. Warnings and uncaught exceptions become records as well.
 
-    `index`: of this process in its role; None: the one that its supervisor has put into the environment.
+    `index` is the index of this process in its role; None takes the supervisor's value from the environment.
     """
     given = os.environ.get(INDEX)
     handler = logging.StreamHandler()
@@ -51,38 +51,38 @@ def start(role: str, index: int | None = None) -> None:
 
 
 def at_step(step: int) -> None:
-    """Set the training step of the lines that follow, except those that name their own (`extra={"step": k}`)."""
+    """Set the training step of the following lines, except lines that set their own (`extra={"step": k}`)."""
     global _step
     _step = step
 
 
 class Journal:
-    """A launcher's own messages: passed to `tell`, and kept in a log of its own, since its stderr is a person's
-    terminal. What the log has no room for is told all the same."""
+    """Messages of the launcher itself: passed to `tell`, and kept in a log file of their own.
+    A full disk does not stop `tell`."""
 
     def __init__(self, path: Path, name: str, tell: Callable[[str], None]) -> None:
         handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, delay=True)
         handler.setFormatter(Formatter(name))
         handler.handleError = lambda record: None
-        self._logger = logging.Logger(name)  # without a parent: nothing goes on to the root's handlers
+        self._logger = logging.Logger(name)  # no parent logger, so the root's handlers get no records
         self._logger.addHandler(handler)
         self._tell = tell
 
     def __call__(self, line: str, level: int = logging.WARNING) -> None:
-        """A warning unless `level` says otherwise: a launcher reports what goes wrong."""
+        """Log a line, by default as a warning, because a launcher reports mostly problems."""
         self._logger.log(level, "%s", line)
         self._tell(line)
 
 
 class Formatter(logging.Formatter):
-    """Of the lines of a process of this name; None: messages alone, for a person."""
+    """Formats log lines of the process `name`; with None, bare messages for a person."""
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
-        """A message stays on one line, as it may quote a completion. A traceback keeps its lines."""
+        """Format a record. Its message stays on one line, as it may quote a completion; a traceback does not."""
         message, step = record.getMessage(), getattr(record, "step", _step)
         text = printable(message) + printable_lines(super().format(record).removeprefix(message))
         if self._name is None:
@@ -93,8 +93,8 @@ class Formatter(logging.Formatter):
 
 
 def plain(line: str, name: str) -> str:
-    """The message of a line in the log of process `name`, as a person reads it: an error is marked as one, and the
-    process is named where it is another one. A line of another format is returned as it is."""
+    """The message of a log line of process `name`, as shown to a person.
+    Marks errors, and names the process if it is another one. Lines of other formats stay unchanged."""
     if (match := _TEXT_LINE.fullmatch(line)) is None:
         return line
     level, who, message = match.groups()
@@ -119,25 +119,25 @@ def _uncaught_in_thread(thrown: threading.ExceptHookArgs) -> None:
 
 
 class LogFile:
-    """The log of one process, from its start on, in a file that it shares with earlier processes.
+    """The log of one process from its start, in a file shared with earlier processes.
 
-    The supervisor rotates the file: its content is copied to `<file>.1`, what was there before to `.2` up to
-    `.<LOG_FILES>`, and the file itself is truncated, so that the process, which appends, needs to know nothing. Lines
-    written in the instant between the end of the copy and the truncation are lost.
+    The supervisor rotates the file. It copies the contents to `<file>.1`, after moving older ones to `.2` up to
+    `.<LOG_FILES>`, and truncates the file. The process only appends, so it need not know. Lines written between the end
+    of the copy and the truncation are lost.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._start = self._read = path.stat().st_size if path.exists() else 0
-        self._start_in_older: int | None = None  # once it was rotated
+        self._start_in_older: int | None = None  # set once the file was rotated
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        """Complete lines since the last call; of very many only the last."""
+        """Complete lines since the last call; only the last ones if there are very many."""
         size, source = self.path.stat().st_size, self.path
         if size == self._read:
             return []
-        if rotates := size > LOG_BYTES - LOG_BYTES // 8:  # room for what comes between two looks
+        if rotates := size > LOG_BYTES - LOG_BYTES // 8:  # leaves room for lines between two calls
             source = older(self.path, 1)
             shift(self.path, LOG_FILES)
             shutil.copyfile(self.path, source)
@@ -151,7 +151,7 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
     def last_lines(self, name: str, count: int = _LAST_LINES) -> str:
-        """The last lines of process `name`, joined to one for an error message."""
+        """The last lines of process `name`, joined to one line for an error message."""
         data, _ = _tail(self.path, self._start)
         if self._start_in_older is not None:
             data = _tail(older(self.path, 1), self._start_in_older)[0] + data
@@ -160,12 +160,12 @@ class LogFile:
 
 
 def older(path: Path, number: int) -> Path:
-    """The file of a log's older lines of this number; 1 has the newest."""
+    """The rotated file with this number; 1 is the newest."""
     return path.with_name(f"{path.name}.{number}")
 
 
 def shift(path: Path, files: int) -> None:
-    """Make room for a newest one of a log's older files, of which there may be so many."""
+    """Rename rotated files to free number 1; `files` is the number of files to keep."""
     for number in range(files, 1, -1):
         if older(path, number - 1).exists():
             older(path, number - 1).replace(older(path, number))
@@ -176,7 +176,7 @@ def shortened(line: str) -> str:
 
 
 def _tail(path: Path, start: int) -> tuple[bytes, int]:
-    """The last bytes of a file, none before `start`, and where they end."""
+    """The last bytes of a file, from `start` at the earliest, and their end offset."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return file.read(), file.tell()

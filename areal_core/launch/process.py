@@ -1,7 +1,7 @@
-"""The child's side of process control: how a process of a run makes sure that it does not outlive the run.
+"""Process control on the child's side: a process of a run makes sure that it does not outlive the run.
 
-PR_SET_PDEATHSIG: the kernel sends SIGTERM when the *thread* that spawned this process ends, and so on down the tree. A
-process that is stopped, hangs or did not ask for the signal is ended by `areal_core.launch.sweeper`.
+PR_SET_PDEATHSIG: the kernel sends SIGTERM when the *thread* that spawned this process ends, and so on down the tree.
+`areal_core.launch.sweeper` ends processes that are stopped, hang or did not ask for the signal.
 `areal_core.launch.children` is the parent's side.
 """
 
@@ -22,21 +22,21 @@ from typing import NoReturn
 from areal_core.launch import heartbeat
 from areal_core.storage.rundir import write_json
 
-SPENT = 3  # exit status of a process whose own children have spent their restarts: not to be restarted
-STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
-HOPELESS = 4  # exit status of a process that ends on a bug of the user's: no restart and no other try would help
+SPENT = 3  # exit status: its own children have spent their restarts; do not restart it
+STACKS = signal.SIGUSR1  # makes a process write its threads' stacks to its log
+HOPELESS = 4  # exit status: a bug in user code; no restart or retry would help
 _PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt(ready_file: Path | None = None) -> None:
-    """Tie this process to its parent. Every process of a run calls it first, from its main thread.
+    """Tie this process to its parent. Every process of a run calls this first, from its main thread.
 
-    When the parent goes, this process gets SIGTERM. `ready_file` is where `announce_ready` will write: what an earlier
-    process left is removed. Its name is that of the heartbeat, which begins here.
+    When the parent ends, this process gets SIGTERM. `announce_ready` will write `ready_file`, and an earlier process's
+    file is removed. The heartbeat file has the same name, and the heartbeat starts here.
     """
-    faulthandler.enable()  # a crash in native code leaves its stack in the log
+    faulthandler.enable()  # a crash in native code writes its stack to the log
     faulthandler.register(STACKS)
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
@@ -46,10 +46,10 @@ def adopt(ready_file: Path | None = None) -> None:
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` when the thread that spawned this process ends; enough for pool workers.
+    """Make the kernel send `signum` when the thread that spawned this process ends.
 
-    A parent that goes during the call is noticed too, and in a process of multiprocessing one that was gone before.
-    Raises OSError where the kernel refuses.
+    This suffices for pool workers. It also notices a parent that ends during the call. In a process of multiprocessing
+    it also notices a parent that ended earlier. Raises OSError if the kernel refuses.
     """
     spawner = multiprocessing.parent_process()
     parent = os.getppid() if spawner is None else spawner.pid
@@ -61,11 +61,11 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a process's main function and end with its exit status, without tearing the interpreter down.
+    """Run a process's main function and exit with its status, without interpreter shutdown.
 
-    For processes that use torch. Its threads, gloo's and our daemon threads may still run native code at the end. One
-    that then asks for an interpreter which is being torn down aborts the process. Exit functions run and streams are
-    flushed; threads are not waited for.
+    For processes that use torch. Its threads, gloo's and our daemon threads may still run native code at the end. Such
+    a thread aborts the process if it asks for the interpreter during shutdown. Exit functions run and streams are
+    flushed. Threads are not joined.
     """
     try:
         status = main() or 0
@@ -75,19 +75,19 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
         sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
         status = 1
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):  # the launcher's end of a stream is gone, or it is closed
+    with contextlib.suppress(OSError, ValueError):  # the launcher's end of a stream is gone or closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
 
 
 def boot_id() -> str:
-    """Of this boot of the kernel: another one on every other machine, clones of this one among them."""
+    """Identifier of this boot of the kernel; differs on every other machine, including clones of this one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def announce_ready(path: Path | None, url: str | None = None) -> None:
-    """Tell the launcher that this process is ready for work, and where it listens if it is a server."""
+    """Tell the launcher that this process is ready, and its URL if it is a server."""
     if path is not None:
         heartbeat.ready()
         write_json(path, {"pid": os.getpid(), "url": url})

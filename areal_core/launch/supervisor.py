@@ -1,10 +1,9 @@
-"""The parent's side of process control: starts the processes of one role, watches them, and leaves none behind.
+"""Start, watch and end the processes of one role, so that none is left behind.
 
-A process is *started* (in a session and with a log of its own), then *ready* (it has written its ready
-file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
-killed first. All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor looks
-at ready files, logs and starts that take too long; once a second it looks at heartbeats. `areal_core.launch.process` is
-the child's side.
+A process is *started* in its own session with its own log. It is *ready* once it has written its ready file. A process
+that *ends* with 0 is done; otherwise it is restarted until its restarts are spent. A hanging process is killed first.
+All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor reads ready files
+and logs, and checks start timeouts. Once a second it reads heartbeats. `areal_core.launch.process` is the child's side.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from areal_core.storage.rundir import RunDir
 
 
 class RestartBudget:
-    """Restarts of one process: `most` of them at once, and one comes back every `refill_s`, in monotonic time."""
+    """Restarts of one process: at most `most`, refilled by one every `refill_s` seconds of monotonic time."""
 
     def __init__(self, most: int, refill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
-        self.total = 0  # taken so far
+        self.total = 0  # restarts used so far
         self._refill_s = refill_s
         self._clock = clock
         self._left, self._at = float(most), clock()
 
     def take(self) -> bool:
-        """Take one, if there is one."""
+        """Use one restart; returns False if none is left."""
         self._refill()
         if self._left < 1.0:
             return False
@@ -50,11 +49,11 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Those that have not come back."""
+        """Restarts used and not yet refilled."""
         return self.most - math.floor(self._left)
 
     def next_s(self) -> float:
-        """Seconds until there is one; infinite where there never is."""
+        """Seconds until a restart is available; infinite if there never is one."""
         self._refill()
         return max(0.0, 1.0 - self._left) * self._refill_s if self.most else math.inf
 
@@ -64,10 +63,10 @@ class RestartBudget:
         self._at = now
 
 
-ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
+ATTEMPT = "AREAL_ATTEMPT"  # shared by processes of a role that start together; never reused
 
-# Set before torch is imported: one thread a process, idle threads that don't spin, large activations kept mapped. What
-# is larger, a copy of all weights of a large model, goes back when it is freed: kept, each would leave a hole.
+# Set before torch is imported: one thread per process, idle threads that don't spin, large activations kept mapped.
+# Larger blocks, such as a copy of a large model, are returned when freed: each would leave a hole in the heap.
 CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -79,29 +78,29 @@ CHILD_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-_STARTING_S, _TURN_S = 0.05, 0.25  # between two looks at ready files and logs: while a process starts, and later
-_STACKS_S = 1.0  # for a process to write its stacks
-_RETRY_S = 0.1  # where the kernel tells of no change
-_NICE_S = 10.0  # for the kernel to take a session's nice value
+_STARTING_S, _TURN_S = 0.05, 0.25  # between two checks of ready files and logs: during start-up, and later
+_STACKS_S = 1.0  # time for a process to write its stacks
+_RETRY_S = 0.1  # poll interval where the kernel sends no event
+_NICE_S = 10.0  # time for the kernel to accept a session's nice value
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """What the processes of one role are started with; callables get the process's index."""
+    """How to start the processes of one role; callables get the process's index."""
 
     name: str
     argv: Callable[[int], list[str]]
     count: int = 1
-    first: int = 0  # index of the first one
-    nice: int = 0  # once it is ready: the start of a process is nobody's background work
+    first: int = 0  # index of the first process
+    nice: int = 0  # applied once ready: start-up is not background work
     cpus: frozenset[int] | None = None  # cores that it may use; None: all
     env: Callable[[int], Mapping[str, str]] = lambda index: {}
     announces: bool = True  # writes a ready file
     exits: bool = True  # ends by itself with 0; otherwise every exit is a failure
-    sessions: bool = False  # starts processes in sessions of their own: what is left of them is killed after it
-    spare: bool = False  # the others go on without one whose restarts are spent, until one comes back
-    gang: bool = False  # its processes depend on each other: when one fails all are started again
-    final: int | None = None  # exit status after which a process is not started again: it has had restarts of its own
+    sessions: bool = False  # starts processes in their own sessions; leftovers are killed when it ends
+    spare: bool = False  # the others continue without a process that has no restart, until its next refill
+    gang: bool = False  # its processes depend on each other: if one fails, all are restarted
+    final: int | None = None  # exit status after which it is not restarted: its own restarts are spent
 
     @property
     def indices(self) -> range:
@@ -109,7 +108,7 @@ class RoleSpec:
 
 
 class StopSignal:
-    """An event that `poll` can wait for. Once set it stays set."""
+    """An event that `poll` can wait for. Once set, it stays set."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0)
@@ -127,21 +126,21 @@ class StopSignal:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was set within `timeout_s`."""
+        """Wait up to `timeout_s`; returns whether the signal is set."""
         return bool(poll([self._fd], timeout_s))
 
 
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
-    """An exclusive lock on a file, of this process and of those that `fd` was handed down to: it is free again when all
-    of them have released it or are gone.
+    """An exclusive lock on a file, held by this process and by children that inherit `fd`.
 
-    Raises ProcessError with the line `busy` when it isn't free within `timeout_s`.
+    The lock is free once all of them have released it or ended. Raises ProcessError with the message `busy` if the lock
+    isn't free within `timeout_s`.
     """
 
     def __init__(self, path: Path, *, timeout_s: float, busy: str) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + timeout_s
-        while True:  # flock() knows no timeout, and nothing tells of a release
+        while True:  # flock() has no timeout, and a release sends no event
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -156,7 +155,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
 
     @staticmethod
     def is_held(path: Path) -> bool:
-        """Whether somebody holds the lock on this file."""
+        """Whether any process holds the lock on this file."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -175,7 +174,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
 
 @dataclass(eq=False)
 class Supervisor:
-    """Runs the processes of one role. `run` spawns from the calling thread: PDEATHSIG follows the spawning thread."""
+    """Runs the processes of one role. `run` spawns from the calling thread, as PDEATHSIG follows threads."""
 
     run_dir: RunDir
     spec: RoleSpec
@@ -183,23 +182,23 @@ class Supervisor:
     _: KW_ONLY
     stop: StopSignal
     on_ready: Callable[[int, dict[str, Any]], None] | None = None
-    log: Callable[[str], None] = print  # is told what happens to the processes
-    forward: Callable[[str], None] | None = None  # is told what they log; None: `log` is
+    log: Callable[[str], None] = print  # receives events of the processes
+    forward: Callable[[str], None] | None = None  # receives their log lines; None: `log` does
     pass_fds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         launch, spec = self.launch, self.spec
         self._children: dict[int, _Member] = {}
-        self._absent: dict[int, float] = {}  # those that the others go on without, and when they start, monotonic
+        self._absent: dict[int, float] = {}  # index -> monotonic time of restart; the others go on without
         self._budgets = {index: RestartBudget(launch.restarts, launch.restart_refill_s) for index in spec.indices}
         self._looks = Looks()
-        self.explains = False  # whether processes that are stopped now leave their stacks in their logs first
+        self.explains = False  # whether processes write their stacks to their logs before they are stopped
 
     def run(self) -> None:
-        """Block until every process has exited with 0, or `stop` is set. No process is left, however it returns.
+        """Block until every process has exited with 0, or `stop` is set; then no process is left.
 
-        Raises ProcessError when a process failed, hung or wasn't ready in `launch.start_timeout_s` and has no restart
-        left.
+        Raises ProcessError if a process has no restart left and failed, hung or wasn't ready within
+        `launch.start_timeout_s`. Raises UserCodeError for a bug in user code. No process is left after an error either.
         """
         if self.stop.is_set():
             return
@@ -217,7 +216,7 @@ class Supervisor:
                 self._handle_ends(happened)
                 self._start_absent()
                 self._look_for_hung()
-        except BaseException:  # of a listener whose pipe is broken, for instance: none is told anything again
+        except BaseException:  # for instance a listener with a broken pipe: call no listener again
             self.log = self.forward = lambda _: None
             raise
         finally:
@@ -229,7 +228,7 @@ class Supervisor:
     def _handle_ends(self, happened: set[int]) -> None:
         for child in list(self._children.values()):
             if self._children.get(child.index) is not child:
-                continue  # a failed sibling took it down
+                continue  # a failed sibling of its gang already ended it
             if child.process.pidfd in happened:
                 code = self._reap(child)
                 if code != 0 or not self.spec.exits:
@@ -242,8 +241,8 @@ class Supervisor:
                 self._recover(child, f"was not ready within {self.launch.start_timeout_s:g} s (launch.start_timeout_s)")
 
     def _recover(self, child: _Member, how: str, *, final: bool = False) -> None:
-        """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
-        spent and nobody can."""
+        """Restart a failed process, with its gang, or continue without it.
+        Raises ProcessError if its restarts are spent and the others can't continue."""
         name, log, budget = child.process.name, child.process.log, self._budgets[child.index]
         if not final and budget.take():
             self.log(f"{name} {how}: restart {budget.spent} of {budget.most}")
@@ -269,8 +268,8 @@ class Supervisor:
                 self._start([index])
 
     def _look_for_hung(self) -> None:
-        """Kill a process that hangs, and recover. Of several the one that has stood still for longest: others may have
-        come to wait for it."""
+        """Kill a hanging process and recover.
+        If several hang, kill the one without progress for longest: the others may be waiting for it."""
         if not (elapsed_s := self._looks.elapsed()):
             return
         children.sweeper.check()
@@ -284,8 +283,8 @@ class Supervisor:
             self._recover(child, f"{how}; {stacks}: killed")
 
     def _stacks(self, child: _Member) -> str:
-        """Have a process write the stacks of its threads into its log; what became of it. One that has a heartbeat has
-        a handler for the signal."""
+        """Make a process write its threads' stacks to its log; returns the result in words.
+        Only a process with a heartbeat has a handler for the signal."""
         if kernel_state(child.process.pid).startswith(("T", "t")):
             return "its stacks can't be told"
         child.process.send(process.STACKS)
@@ -320,7 +319,7 @@ class Supervisor:
         deadline = time.monotonic() + self.launch.start_timeout_s if spec.announces else math.inf
         watchdog = Watchdog(self.run_dir.heartbeat_file(name, index), started.pid, self.launch)
         self._children[index] = _Member(index, attempt, started, deadline, watchdog)
-        with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
+        with contextlib.suppress(ProcessLookupError):  # the process may have ended already: the pidfd will report it
             if spec.cpus:
                 os.sched_setaffinity(started.pid, spec.cpus)
 
@@ -328,23 +327,23 @@ class Supervisor:
         if child.ready or not self.spec.announces:
             return
         info = self.run_dir.ready_info(self.spec.name, child.index)
-        if info is None or info["pid"] != child.process.pid:  # of a process that an earlier launcher left dying
+        if info is None or info["pid"] != child.process.pid:  # ready file of a dying process of an earlier launcher
             return
         child.ready, child.deadline = True, math.inf
         try:
             _be_nice(child.process.pid, self.spec.nice)
-        except OSError as error:  # slower, but right all the same
+        except OSError as error:  # slower, but still correct
             self.log(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
         if self.on_ready is not None:
             self.on_ready(child.index, info)
 
     def _terminate(self, ending: list[_Member]) -> None:
-        """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
+        """Send SIGTERM to each process, and SIGKILL to its process group after `launch.stop_timeout_s`."""
         for child in ending:
             child.process.send(signal.SIGTERM)
         deadline = time.monotonic() + self.launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
-        failure: BaseException | None = None  # of a listener or a log: raised once all have ended
+        failure: BaseException | None = None  # error of a listener or a log: raised once all processes have ended
         while left:
             ended = poll(left, max(0.0, deadline - time.monotonic()))
             for pidfd in ended or list(left):
@@ -360,8 +359,8 @@ class Supervisor:
             raise failure
 
     def _reap(self, child: _Member) -> int:
-        """Collect it, and end all that it has started. An attempt is of one role, and the processes of its that the
-        launcher itself has started have ended."""
+        """Collect a process and kill everything that it has started.
+        With `sessions` this kills all processes of the attempt; the launcher's own ones have already ended."""
         code = child.process.reap()
         if self.spec.sessions:
             end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
@@ -378,30 +377,32 @@ class Supervisor:
 
 @dataclass
 class _Member:
-    """One of the role's processes."""
+    """One process of the role."""
 
     index: int
     attempt: str
     process: children.Child
-    deadline: float  # monotonic; to be ready by
+    deadline: float  # monotonic time by which it must be ready
     watchdog: Watchdog
     ready: bool = False
 
 
 def _be_nice(pid: int, nice: int) -> None:
-    """Let other processes of the run go first. A kernel that groups processes by session heeds nice values within a
-    session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched). Raises
-    OSError where the kernel refuses; with `nice` 0 nothing is asked of it."""
+    """Lower a process's priority below other processes of the run. Raises OSError if the kernel refuses.
+
+    With autogroups, nice values count only within a session, and each process of a run has its own. So this also sets
+    the nice value of the group (man 7 sched). Does nothing if `nice` is 0.
+    """
     if not nice:
         return
     group, deadline = Path(f"/proc/{pid}/autogroup"), time.monotonic() + _NICE_S
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended, or this kernel has no groups
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended, or the kernel has no autogroups
         os.setpriority(os.PRIO_PROCESS, pid, nice)
         while True:
             try:
                 group.write_text(f"{nice}\n")
                 return
-            except BlockingIOError:  # who isn't root may set one every tenth of a second
+            except BlockingIOError:  # non-root users may set one value every 0.1 s
                 if time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_S)

@@ -1,13 +1,13 @@
-"""Ends what a launcher leaves behind, stopped processes too: in these a SIGTERM stays pending, while SIGKILL ends them.
+"""End the processes that a launcher leaves behind, including stopped ones, which only SIGKILL ends.
 
-Every launcher has one *sweeper*, a process that runs this file alone, and outlives it:
+Every launcher has one *sweeper*, a process that runs this file alone and outlives the launcher:
 
-    launcher --stdin: a line for each change, the sessions of its processes and their seconds to end in order--> sweeper
-    end-of-file, however the launcher went --> what is left has the longest of these, then SIGKILL
+    launcher --stdin: one line per change: sessions of its processes, and their seconds to end in order--> sweeper
+    end-of-file, for whatever reason the launcher ended --> wait for the longest of these times, then SIGKILL
 
-Processes are found by their session, or by a mark ("NAME=value") in their environment, which descendants inherit at any
-depth, in whatever session. A sweeper has a session of its own and ignores what a terminal or a service manager sends.
-One that is killed is replaced by its launcher; where both are killed at once, a process that was stopped stays.
+The sweeper finds processes by their session, or by a mark ("NAME=value") in their environment. Descendants inherit the
+mark at any depth and in any session. A sweeper has its own session and ignores signals of a terminal or service
+manager. The launcher replaces a killed sweeper. If both are killed at once, stopped processes stay.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-MARK = "AREAL_LAUNCHER"  # in the environment of everything that a launcher starts, however deep
-_KILL_S = 10.0  # for killed processes to be gone
-_EXECUTE_S = 1.0  # for a process to have an environment
-_KEPT = ("LD_LIBRARY_PATH",)  # of the launcher's environment: its interpreter may need it
+MARK = "AREAL_LAUNCHER"  # in the environment of all descendants of a launcher
+_KILL_S = 10.0  # time for killed processes to disappear
+_EXECUTE_S = 1.0  # time for a new process to get its environment
+_KEPT = ("LD_LIBRARY_PATH",)  # environment variables that the sweeper's interpreter may need
 
 
 class Sweeper:
-    """The sweeper of this process, seen from here. Thread-safe. Raises OSError where it can't be started."""
+    """The launcher's handle on its sweeper process. Thread-safe. Raises OSError if the start fails."""
 
     def __init__(self) -> None:
-        self.mark = {MARK: secrets.token_hex(8)}  # environment of what it is for
+        self.mark = {MARK: secrets.token_hex(8)}  # environment variable of the processes to sweep
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._sessions: dict[int, float] = {}  # seconds to end in order
+        self._sessions: dict[int, float] = {}  # session -> seconds to end in order
 
     def check(self) -> None:
-        """Start one where there is none, or none any more."""
+        """Start the sweeper process if it is not running."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, f"{MARK}={self.mark[MARK]}"],
-                # No mark: nobody may sweep it away.
+                # No mark: the sweeper must not be swept itself.
                 env={name: os.environ[name] for name in _KEPT if name in os.environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -58,14 +58,14 @@ class Sweeper:
             self._tell()
 
     def add(self, session: int, grace_s: float) -> None:
-        """From now on it is for the processes of this session, too, which have `grace_s` at least to end in order."""
+        """Add a session to sweep, whose processes have at least `grace_s` seconds to end in order."""
         self.check()
         with self._lock:
             self._sessions[session] = grace_s
             self._tell()
 
     def remove(self, session: int) -> None:
-        """A session has ended: another one may get its number."""
+        """Forget an ended session, as its number may be reused."""
         with self._lock:
             if self._sessions.pop(session, None) is not None:
                 self._tell()
@@ -73,12 +73,12 @@ class Sweeper:
     def _tell(self) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was killed just now: the next check starts another one
+        with contextlib.suppress(BrokenPipeError):  # the sweeper was just killed: the next check starts another one
             os.write(self._process.stdin.fileno(), json.dumps(self._sessions).encode() + b"\n")
 
 
 def poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Those of `fds` that are readable, as soon as one is; the empty set after `timeout_s` (None: no limit)."""
+    """The readable ones of `fds`, as soon as there is one; empty after `timeout_s` (None: no limit)."""
     waiting = select.poll()
     for fd in fds:
         waiting.register(fd, select.POLLIN)
@@ -86,7 +86,7 @@ def poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
 
 
 def alive(pidfds: Iterable[int], deadline: float) -> set[int]:
-    """Those of these processes that have not ended at `deadline`, in monotonic time."""
+    """Processes that are still running at `deadline`, in monotonic time."""
     left = set(pidfds)
     while left and (ended := poll(left, max(0.0, deadline - time.monotonic()))):
         left -= ended
@@ -96,7 +96,7 @@ def alive(pidfds: Iterable[int], deadline: float) -> set[int]:
 def end_marked(
     mark: str, grace_s: float, groups_left_alone: Collection[int] = (), *, sessions: Collection[int] = ()
 ) -> None:
-    """Wait until no process has `mark` ("NAME=value") in its environment; after `grace_s`, kill the rest with SIGKILL.
+    """Wait until no process has `mark` ("NAME=value") in its environment; kill the rest after `grace_s`.
 
     Processes of `groups_left_alone` are ignored. Environments are inherited, so this finds the descendants of a killed
     process at any depth and in any session. Some processes write a title over their environment, as vLLM's engines do.
@@ -109,7 +109,7 @@ def end_marked(
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             if alive(left, time.monotonic() + _KILL_S):
-                return  # the kernel holds it: nothing more can be done
+                return  # blocked in the kernel: nothing more can be done
         finally:
             for pidfd in left:
                 os.close(pidfd)
@@ -118,7 +118,7 @@ def end_marked(
 def _found(mark: bytes, groups_left_alone: Collection[int], sessions: Collection[int]) -> list[int]:
     found: list[int] = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             pidfd = os.pidfd_open(pid)
             try:
                 its = mark in environment_of(Path(f"/proc/{pid}")) or os.getsid(pid) in sessions
@@ -130,13 +130,13 @@ def _found(mark: bytes, groups_left_alone: Collection[int], sessions: Collection
 
 
 def environment_of(proc: Path) -> list[bytes]:
-    """The environment of the process of this folder of /proc. One that is just becoming another program has none for a
-    moment, like those that were given none, but no command line either. Raises OSError."""
+    """The environment of a process, from its folder in /proc. Raises OSError.
+    During exec, a process has neither environment nor command line for a moment; this waits for them."""
     deadline = time.monotonic() + _EXECUTE_S
     while not (found := (proc / "environ").read_bytes()) and time.monotonic() < deadline:
         if (proc / "cmdline").read_bytes():
             return (proc / "environ").read_bytes().split(b"\0")
-        (proc / "exe").readlink()  # kernel threads, and processes that have ended, have none
+        (proc / "exe").readlink()  # raises for kernel threads and ended processes
         time.sleep(0.001)
     return found.split(b"\0")
 
@@ -144,7 +144,7 @@ def environment_of(proc: Path) -> list[bytes]:
 def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    *_, last = "{}", *sys.stdin  # read to its end: the launcher is gone
+    *_, last = "{}", *sys.stdin  # end-of-file: the launcher is gone
     sessions = {int(session): grace_s for session, grace_s in json.loads(last).items()}
     end_marked(sys.argv[1], max(sessions.values(), default=0.0), sessions=sessions)
 

@@ -18,7 +18,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.planning import split
 from areal_core.tracking.timeline import Span
 
-_BUSY = 0.9  # of the time: a role that works for less has room
+_BUSY = 0.9  # share of the time: a role that works less has spare capacity
 _WORK = ("generate", "recompute", "train")
 _NAMES = {
     "generation": "generation",
@@ -27,21 +27,21 @@ _NAMES = {
     "evaluator": "evaluation",
     "controller": "the controller",
 }
-_SERVES = {"evaluation": "evaluator"}  # roles whose work is another one's
+_SERVES = {"evaluation": "evaluator"}  # role -> role that it works for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What happened between two moments of a run, by the role in processes' names."""
+    """Work and wait times of every role between two moments of a run; roles are those in process names."""
 
     wall_s: float
     processes: Mapping[str, Set[str]]
-    seconds: Mapping[tuple[str, str], float]  # of all processes of a role, by kind (timeline.KINDS)
-    cpu_s: Mapping[str, float]  # on the run's own cores; the publisher's are the trainer's
-    occupied: float  # share of the devices' time in which there was work for them
+    seconds: Mapping[tuple[str, str], float]  # (role, kind) -> seconds of all its processes (timeline.KINDS)
+    cpu_s: Mapping[str, float]  # on the run's own cores; the publisher counts as trainer
+    occupied: float  # share of devices x time with work
 
     def share(self, role: str, *kinds: str) -> float:
-        """Of the time of all processes of a role: what went into these kinds; 0 for a role that is not there."""
+        """Share of the time of all processes of a role that they spent on these kinds; 0 for an absent role."""
         if role not in self.processes:
             return 0.0
         return sum(self.seconds.get((role, kind), 0.0) for kind in kinds) / (len(self.processes[role]) * self.wall_s)
@@ -49,17 +49,18 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Of a run, between its first version and its last one."""
+    """The bottleneck of a run, between its first and its last published version."""
 
-    text: str  # what bounded it, one paragraph
-    idle: dict[str, float]  # share of the time in which processes of a role, generation and trainer, had no work
+    text: str  # bottleneck report, one paragraph
+    idle: dict[str, float]  # role (generation, trainer) -> share of the time without work
 
 
 def explain(
     config: RunConfig, spans: Sequence[Span], curves: split.Curves, *, start_s: float, controller_cpu_s: float
 ) -> Explanation | None:
-    """What bounded a run that got to work at `start_s`, in seconds since the Unix epoch, from its first version to its
-    last one: until the first, some had nothing to do yet. None where there are not two versions."""
+    """The bottleneck report of a run from its first to its last version; None without two versions.
+    The time before the first version is left out, because some roles have no work then. `start_s` is the start of the
+    run, in seconds since the Unix epoch. `controller_cpu_s` is the controller's CPU time since then."""
     published = [span.end_s for span in spans if span.kind == "publish" and span.end_s > start_s]
     if len(published) < 2:
         return None
@@ -76,8 +77,8 @@ def explain(
 def account(
     spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float, controller_cpu_s: float = 0.0
 ) -> Account:
-    """What happened between two moments of a run, in seconds since the Unix epoch. A span that reaches over an edge
-    counts in part."""
+    """Work and wait times of each role between `start_s` and `end_s`, in seconds since the Unix epoch.
+    Spans that cross an edge count in part."""
     processes: defaultdict[str, set[str]] = defaultdict(set)
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     cpu_s = defaultdict(float, controller=controller_cpu_s)
@@ -103,11 +104,12 @@ def account(
 def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float) -> float:
     """Share of devices x time in which a generation server or a rank was busy, between two moments.
 
-    At each moment as many devices are busy as there are processes that generate, recompute or train, and no more than
-    there are; waiting and being paused for an update are not busy. An emulated trainer stands for all of its ranks.
+    At each moment, the number of busy devices is that of processes that generate, recompute or train, limited by
+    `launch.devices`. Waiting, and being paused for an update, are not busy. An emulated trainer counts for all of its
+    ranks.
     """
-    devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
-    edges: list[tuple[float, float]] = [(start_s, 0.0), (end_s, 0.0)]  # when, and how many more are busy from then
+    devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # devices per process
+    edges: list[tuple[float, float]] = [(start_s, 0.0), (end_s, 0.0)]  # (time, change of the number of busy devices)
     for span in spans:
         more = devices.get(span.role)
         if more and span.kind in _WORK and span.start_s < end_s and span.end_s > start_s:
@@ -120,8 +122,8 @@ def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s:
 
 
 def bound(account: Account, config: RunConfig, *, used: float | None = None) -> str:
-    """What bounded a run of `config`, one paragraph. `used`: of what servers could have generated, the share that they
-    did (areal_core.planning.split); None: not known."""
+    """The bottleneck of a run of `config`, as one paragraph.
+    `used` is the generated share of what the servers could have generated (areal_core.planning.split), or None."""
     if config.launch.accelerator == "cpu" and not config.emulated:
         sentences = _of_cores(account, config)
     elif config.max_staleness:
@@ -132,11 +134,11 @@ def bound(account: Account, config: RunConfig, *, used: float | None = None) -> 
 
 
 def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
-    """Generation and training on the same cores: how far these had work, and whose."""
+    """Report for generation and training on shared cores: how busy the cores were, by role."""
     cores = config.launch.devices
     used = {role: account.cpu_s.get(role, 0.0) / (cores * account.wall_s) for role in _NAMES}
     total = sum(used.values())
-    busy = max(account.occupied, min(1.0, total))  # other roles work where these two do not
+    busy = max(account.occupied, min(1.0, total))  # other roles work when generation and training do not
     largest = max(used, key=used.__getitem__)
     bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
@@ -153,7 +155,7 @@ def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
 
 
 def _of_stages(account: Account, config: RunConfig, used: float | None) -> Iterator[str]:
-    """Generation and training on devices of their own, at the same time."""
+    """Report for generation and training at the same time, on separate devices."""
     generating, training = account.share("generation", "generate"), 1.0 - account.share("trainer", "wait")
     shares = {
         "generation": generating if used is None else used,
@@ -179,7 +181,7 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Itera
 
 
 def _of_turns(account: Account, config: RunConfig) -> Iterator[str]:
-    """Generation and training in turn, on the same devices."""
+    """Report for generation and training in turn, on the same devices."""
     generating, training = account.share("generation", "generate"), account.share("trainer", "recompute", "train")
     busy = min(1.0, generating + training)
     first = "generation" if generating >= training else "training"

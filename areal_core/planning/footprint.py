@@ -1,14 +1,14 @@
-"""How much memory a run needs of every GPU, by arithmetic: what can't fit is refused before anything starts.
+"""Estimate GPU memory by arithmetic, so that a run that can't fit is rejected before it starts.
 
-For each kind of process its peak on one GPU. Formulas, each with its source, count tensors: P parameters, N ranks, T
-tokens of a micro-batch (all of `training.microbatch_tokens`), h hidden size, i width of the MLP, q and k widths of all
-query and all key-value heads, V vocabulary, b bytes of a number of `training.dtype`. What that leaves out is in
-`MARGIN`, a share of the device's memory: the CUDA context, workspaces of libraries, buffers of collectives, graphs, and
-what an allocator can't use for fragmentation. So a run that is refused can't be expected to work, and one that is
-accepted may still run out of memory.
+The estimate is the peak of each kind of process on one GPU, in bytes. Each formula counts tensors and names its source.
+Symbols: P parameters, N ranks, T tokens of a micro-batch (all of `training.microbatch_tokens`). h is the hidden size
+and i the width of the MLP. q and k are the widths of all query and all key-value heads. V is the vocabulary size, and b
+the bytes of a number of `training.dtype`. `MARGIN`, a share of the device's memory, covers the rest: the CUDA context,
+library workspaces, collective buffers, graphs and fragmentation. So a rejected run can't be expected to work. An
+accepted run may still run out of memory.
 
-Servers take GPUs from the first one on, `tensor_parallel x data_parallel` each; ranks those after them (asynchronous
-mode), or the same ones from the first on (synchronous mode). Machines have `launch.devices_per_host` GPUs each.
+Servers take GPUs from the first one on, `tensor_parallel x data_parallel` each. In asynchronous mode ranks take the
+GPUs after them, in synchronous mode the same ones. Machines have `launch.devices_per_host` GPUs each.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import ModelSpec
 
 GIB = 2**30
-MARGIN = 0.08  # of a device's memory: what the formulas leave out
-SLEEPING = 2 * GIB  # what a sleeping vLLM keeps of its GPU: context, graphs, workspaces; an assumption
-ADAPTERS_HELD = 2  # by a vLLM server: the newest version's, and of requests that began with the one before
-LOGITS_AT_ONCE = 1 << 27  # elements of the logits that a training pass makes at any moment, at most
+MARGIN = 0.08  # share of a device's memory that the formulas do not count
+SLEEPING = 2 * GIB  # GPU memory of a sleeping vLLM: context, graphs, workspaces; an assumption
+ADAPTERS_HELD = 2  # adapters in a vLLM server: the newest, and the previous one for running requests
+LOGITS_AT_ONCE = 1 << 27  # most elements of logits that exist at once in a training pass
 _FLOAT = 4  # bytes of float32
 _BUCKET = 500_000_000  # numbers that DeepSpeed reduces at once; its default
-_LIVE = 1_000_000_000  # gathered numbers that ZeRO 3 may keep at once; DeepSpeed's default
-_SUB_GROUP = 1_000_000_000  # weights that ZeRO 3 updates at once; DeepSpeed's default
-_BATCHED_TOKENS = 8192  # of one step of vLLM on a large GPU; its default
+_LIVE = 1_000_000_000  # gathered numbers that ZeRO 3 may keep; DeepSpeed's default
+_SUB_GROUP = 1_000_000_000  # parameters that ZeRO 3 updates at once; DeepSpeed's default
+_BATCHED_TOKENS = 8192  # tokens in one step of vLLM on a large GPU; its default
 
-Parts = dict[str, float]  # what needs memory -> bytes
+Parts = dict[str, float]  # name of a part -> bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The peak of one kind of process on one GPU."""
+    """Peak memory of one kind of process on one GPU."""
 
     who: str
     limit: float  # bytes that it may use
     parts: Parts
-    field: str  # that would change it most, and what to do with it
+    field: str  # the field with the largest effect; `advice` says how to change it
     advice: str
 
     @property
@@ -58,20 +58,20 @@ class Need:
 
     @property
     def shares(self) -> str:
-        """GiB of every part."""
+        """GiB of each part, as text."""
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a run takes of GPUs."""
+    """GPU memory of a run, by kind of process."""
 
     config: RunConfig
     needs: tuple[Need, ...]
-    completions: int  # of full length, prompt included, that the KV cache of one server holds at once
+    completions: int  # full-length completions (with prompt) in the KV cache of one server
 
     def table(self) -> str:
-        """The plan as text, a line for each kind of process."""
+        """The plan as text: a summary, then one line for each kind of process."""
         its, launch = self.config, self.config.launch
         machines = -(-launch.devices // (launch.devices_per_host or launch.devices))
         link = "then" if its.mode == "sync" else "and"
@@ -87,8 +87,8 @@ class Footprint:
 
 
 def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float) -> Footprint:
-    """Raises ConfigError, one line, for what can't be placed and for the first need that does not fit: the field to
-    change, what is needed, what there is, by how much that is too much, and what needs it."""
+    """The plan of a run. Raises ConfigError, in one line, if the run can't be placed or does not fit.
+    The error names the field to change, the needed and available memory, the excess, and the parts of the need."""
     plan = footprint(config, spec, memory_bytes_per_device)
     for need in plan.needs:
         if need.excess:
@@ -100,7 +100,7 @@ def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device:
 
 
 def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float) -> Footprint:
-    """What each kind of process needs of a device. Raises ConfigError for what can't be placed."""
+    """Memory need of each kind of process on a device. Raises ConfigError if the run can't be placed."""
     check_placement(config, spec)
     memory = memory_bytes_per_device
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
@@ -117,7 +117,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
 
 
 def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, str]:
-    """The field that most of a rank's memory depends on, and what to do."""
+    """The field with the largest effect on a rank's memory, and advice on how to change it."""
     if "activations" in run and sum(run.values()) > sum(state.values()):
         if not config.training.checkpoint_activations:
             return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
@@ -128,8 +128,8 @@ def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, 
 
 
 def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
-    """Completions of full length, prompt included, that the KV cache of one server holds at once. vLLM's cache takes
-    what is left of `generation.vllm.memory_share`; the embedded engine has one completion for every slot."""
+    """Number of full-length completions, prompt included, in the KV cache of one server.
+    vLLM's cache takes the rest of `generation.vllm.memory_share`. The embedded engine has one completion per slot."""
     if not config.generation_traits.own_server:
         return config.generation.slots
     vllm = config.generation.vllm
@@ -138,7 +138,7 @@ def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
 
 
 def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
-    """What a server needs: it must hold one completion of full length at the least."""
+    """Memory need of a server, which must hold at least one full-length completion."""
     vllm = config.generation_traits.own_server
     completions = 1 if vllm else config.generation.slots
     parts = server_state(config, spec) | {"cache": completions * completion_bytes(config, spec)}
@@ -152,9 +152,9 @@ def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
 
 
 def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run: Parts) -> Iterator[Need]:
-    """Synchronous mode: a rank and a server on one GPU. Asleep, a vLLM server has given weights and KV cache back, but
-    the rank keeps its state while the server generates; awake, both have all of theirs all the time. The embedded
-    engine never gives anything back."""
+    """Memory needs in synchronous mode, with a rank and a server on one GPU.
+    A sleeping vLLM server has freed its model weights and KV cache, but the rank keeps its state while the server
+    generates. Without sleep, both keep all of their memory. The embedded engine never frees memory."""
     if config.generation_traits.own_server:
         served = config.generation.vllm.memory_share * memory
     else:
@@ -175,8 +175,9 @@ def _with_margin(parts: Parts, memory: float) -> Parts:
 
 
 def check_placement(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
-    straddle two, and for heads that a tensor-parallel group can't partition. A server has no more GPUs than the run."""
+    """Raise ConfigError for a run whose machines, servers or heads can't be placed.
+    Machines must be filled. A server must fit on one machine, and no server may straddle two. A tensor-parallel group
+    must be able to partition the heads. A server has no more GPUs than the run."""
     devices, per_server = config.launch.devices, config.devices_per_server
     per_host = config.launch.devices_per_host or devices
     machine = f"launch.devices_per_host ({per_host})"
@@ -186,7 +187,7 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
         require(per_host % per_server == 0, "generation.vllm.tensor_parallel", wanted, per_server)
         wanted = f"a multiple of {machine}, so that ranks fill whole machines"
         require(config.training_ranks % per_host == 0, "training.ranks", wanted, config.training_ranks)
-    # As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs.
+    # vLLM partitions query heads evenly; key-value heads evenly, or each to the same number of GPUs.
     degree = _degree(config)
     fits = not spec.heads % degree and not (spec.kv_heads % degree and degree % spec.kv_heads)
     wanted = (
@@ -199,17 +200,20 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = False) -> Parts:
-    """What a rank keeps from step to step. In bfloat16: weights 2 P, gradients 4 P in float32, for the optimiser 12 P,
-    float32 weights and Adam's two moments.
+    """Bytes that a rank keeps between steps: weights, gradients, optimiser state and reference model.
 
-    ZeRO stage 1 partitions the last over N ranks, 2 the gradients too, 3 the weights as well (Rajbhandari et al., 2020,
-    arXiv 1910.02054, section 3.1 and Fig. 1; float32 gradients as in Table 3 of the AReaL paper). At stage 1 and in the
-    torch engine a micro-batch's gradient has 2 P beside those it is added to. In float32 there is no such copy, and
-    where nothing is partitioned the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
-    which layers round as they run: 2 P for the rounded ones. A reference model is a copy more on every rank.
+    In bfloat16 these are 2 P for the model weights, 4 P for float32 gradients, and 12 P for the optimiser: float32
+    weights and Adam's two moments. ZeRO stage 1 partitions the optimiser state over N ranks, stage 2 also the
+    gradients, stage 3 also the weights. Sources: Rajbhandari et al., 2020, arXiv 1910.02054, section 3.1 and Fig. 1;
+    for float32 gradients, Table 3 of the AReaL paper.
 
-    With an adapter of A parameters (`training.lora`) P is A in all terms but the weights of passes, which are P + A,
-    and the frozen ones are the reference model too, unless they are partitioned.
+    At stage 1 and in the torch engine, a micro-batch's gradient takes 2 P beside the sum that it is added to. In
+    float32 there is no such copy. If nothing is partitioned either, the optimiser needs no weights of its own.
+    DeepSpeed's stage 0 has only float32 weights, which layers round as they run: 2 P for the rounded copy. A reference
+    model is one more copy on every rank.
+
+    With an adapter of A parameters (`training.lora`), P is A, except that the weights of passes are P + A. The frozen
+    weights also serve as the reference model, unless they are partitioned.
     """
     ranks, count = config.training_ranks, trained_parameters(config, spec)
     frozen = 0 if config.training.lora.rank is None else spec.parameters
@@ -227,17 +231,17 @@ def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = Fals
 
 
 def trained_parameters(config: RunConfig, spec: ModelSpec) -> int:
-    """Those of the adapter, or without one all. Raises ConfigError for an adapter that does not go with the model."""
+    """Number of trained parameters: those of the adapter, or all. Raises ConfigError for a wrong adapter."""
     return sum(math.prod(shape) for shape in trained_shapes(spec, config.training.lora.adapter).values())
 
 
 def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
-    """The memory of a rank beside its state, in bytes: of a micro-batch's pass, or of an update where that takes more.
+    """The memory of a rank beside its state, in bytes: of a micro-batch's pass, or of a larger update.
 
     A pass keeps the activations of all layers. With `checkpoint_activations` it keeps every layer's input, and one
     layer's activations while they are recomputed. It also needs the buffers of one layer's backward pass, or before
-    that those of the output. An update keeps the float32 weights that this rank changes: 4 P over the ranks that
-    share them. DeepSpeed keeps the change as well; ZeRO 3 updates a part of the weights at a time.
+    that those of the output. An update keeps the float32 weights that this rank changes: 4 P over the ranks that share
+    them. DeepSpeed keeps the change as well; ZeRO 3 updates a part of the weights at a time.
     """
     training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
     frozen = training.lora.rank is not None
@@ -256,13 +260,14 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
 
 
 def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
-    """What the backward pass of one layer needs and `training.model.forward.decoder_layer` therefore keeps: of each of
-    two norms its input and the normalised input, both in float32, and its result; rotated queries and keys, values, the
-    attention's result as it comes and laid end to end; the gate, its silu, the other input of the product, and the
-    product. T (2 h (8 + b) + b (3 q + 2 k + 4 i)). Norms of heads keep 8 (q + k) a token more; their result is rotated
-    at once.
+    """Bytes that one layer keeps for its backward pass (`training.model.forward.decoder_layer`).
 
-    (A fused norm keeps less, and so do the kernels of a core, `training.model.kernels`.)
+    Two norms keep their input and the normalised input, both in float32, and their result. Attention keeps rotated
+    queries and keys, the values, and its result in two layouts. The MLP keeps the gate, its silu, the other factor and
+    the product. In sum T (2 h (8 + b) + b (3 q + 2 k + 4 i)). Norms of heads keep 8 (q + k) more per token; their
+    result is rotated at once.
+
+    A fused norm keeps less, and so do the CPU kernels (`training.model.kernels`).
     """
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 2 * spec.hidden_size * (2 * _FLOAT + number)
@@ -272,18 +277,20 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
 
 
 def backward_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
-    """Numbers of the gradients that the backward pass of a layer holds at once, beyond what it has freed by then.
-
-    For each token: two as wide as the MLP and two as the hidden state. Unless the weights are frozen, also their
-    gradients before these are added up."""
+    """Bytes of gradients that exist at once in a layer's backward pass, beyond activations already freed.
+    For each token these are two tensors of the MLP's width and two of the hidden size. Unless the weights are frozen,
+    also the gradients of the weights before they are accumulated."""
     weights = 0 if frozen else number * layer_parameters(spec)
     return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + weights
 
 
 def head_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
-    """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
-    matrix in float32 and in b, unless it is frozen, and three slices of the logits in float32
-    (`training.model.forward`). transformers' module makes the logits of all tokens, and their gradient."""
+    """Bytes for the output layer: hidden states, their gradient, logits, and the gradient of its matrix.
+
+    Hidden states are those of the completion tokens (at most all T). The matrix has a gradient in float32 and in b,
+    unless it is frozen. Three slices of the logits are in float32 (`training.model.forward`). A module of transformers
+    makes the logits of all tokens, and their gradient.
+    """
     vocabulary = 0 if frozen else spec.vocab_size * spec.hidden_size
     if spec.transformers is not None:
         return 2.0 * tokens * spec.vocab_size * number + _FLOAT * vocabulary
@@ -298,8 +305,9 @@ def layer_parameters(spec: ModelSpec) -> int:
 
 
 def _collectives(config: RunConfig, spec: ModelSpec) -> float:
-    """DeepSpeed: two buckets of numbers whose sum over the ranks is under way, and one of them in float32. ZeRO 3 has
-    gathered weights beside: those of two parts (layers, a vocabulary matrix), or as many as it may keep."""
+    """Bytes for DeepSpeed's collectives.
+    Two buckets of numbers are reduced over the ranks, and one of them is in float32. ZeRO 3 also holds gathered
+    weights: of two parts (layers, a vocabulary matrix), or as many as it may keep."""
     if not config.training_traits.shards:
         return 0.0
     number = _number(config)
@@ -310,7 +318,7 @@ def _collectives(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def _number(config: RunConfig) -> int:
-    """Bytes of a number in a pass."""
+    """Bytes of a number in a training pass."""
     return 2 if config.training.dtype == "bfloat16" else _FLOAT
 
 
@@ -318,12 +326,12 @@ def _number(config: RunConfig) -> int:
 
 
 def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
-    """What a server has on one GPU beside its KV cache.
+    """Bytes of a server on one GPU beside its KV cache.
 
-    vLLM: its share of the weights; the adapters that it holds at once; the widest of a step's tensors (the MLP's gate,
-    its other input and their product, and four hidden states, for the tokens of one step); the logits of every slot in
-    float32, their log-probabilities and a copy. The embedded engine: two sets of weights, as one is staged while the
-    other runs, and the same logits with two in float64.
+    vLLM holds its partition of the model weights, and its adapters. It also holds the widest tensors of one step: the
+    MLP's gate, other factor and product, and four hidden states. Every slot has float32 logits, their log-probabilities
+    and a copy. The embedded engine has two sets of weights, as it stages one while the other runs, and the same logits
+    with two in float64.
     """
     number, degree, slots = _served_number(config), _degree(config), config.generation.slots
     weights = number * spec.parameters / degree
@@ -338,8 +346,8 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
 
 
 def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Keys and values of a completion of full length, its prompt included. Of one token on one GPU of a server: 2 x
-    layers x key-value heads of that GPU x their width x bytes of a number."""
+    """Bytes of keys and values of a full-length completion, prompt included, on one GPU of a server.
+    Per token: 2 x layers x key-value heads on that GPU x head width x bytes of a number."""
     heads = max(1, spec.kv_heads // _degree(config))
     token = 2 * spec.layers * heads * spec.head_dim * _served_number(config)
     return config.context * token
@@ -350,5 +358,5 @@ def _degree(config: RunConfig) -> int:
 
 
 def _served_number(config: RunConfig) -> int:
-    """Bytes of a weight and of a number in the cache. A model's own type is taken to be a half-precision one."""
+    """Bytes of a weight, and of a number in the cache; a model's own dtype counts as half precision."""
     return 2 if config.generation_traits.own_server and config.generation.vllm.dtype != "float32" else _FLOAT

@@ -1,14 +1,14 @@
-"""How many devices should generate and how many should train, from what an earlier run measured.
+"""Best split of the devices between generation and training, from the metrics of an earlier run.
 
-Where stages have devices of their own, throughput is that of the slower one:
+If stages have their own devices, the slower one determines the throughput X of S servers and R ranks:
 
     X(S, R) = efficiency * min(S g(n), R t),   g(n) = n / (a + b n)
 
-t, what a rank trains, is what was consumed by the time that ranks worked. A server with n running completions generates
-a token of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes
-the same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or the running ones of a
-server's part of what the staleness bound admits, if those are fewer: completions that have ended count until their
-group is consumed. The efficiency is what the run made of its own split.
+t is the training rate of a rank: consumed tokens over the time in which ranks worked. A server with n running
+completions generates one token of each in a + b n seconds. The line is fitted to the steps of the run. Reading the
+model weights takes a constant time, and reading keys and values a time proportional to n. n is `generation.slots`, or
+the number of running completions that the staleness bound admits per server, if smaller. Finished completions count as
+admitted until their group is consumed. The efficiency is that of the measured run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import curves_of
 
 Floats = Sequence[float] | NDArray[np.float64]
-Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
-_ALIKE = 0.05  # relative: loads that differ by less don't tell how a step depends on them
+Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> [(step, value), ...]
+_ALIKE = 0.05  # relative spread of loads below which the slope can't be fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePace:
-    """Seconds in which a server generates a token of each of n running completions: fixed_s + completion_s n."""
+    """Seconds per decode step of a server with n running completions: fixed_s + completion_s n."""
 
     fixed_s: float
     completion_s: float
@@ -42,22 +42,22 @@ class DecodePace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a run measured."""
+    """Rates that a run measured."""
 
     effective_tokens_per_s: float
     generated_tokens_per_s: float
-    trained_share: float  # of the time that ranks worked
-    running_share: float  # of a group's completions, over its time: mean length / length of its longest one
+    trained_share: float  # share of the time in which ranks worked
+    running_share: float  # mean share of a group's completions that run: mean length / longest length
     pace: DecodePace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Devices by stage, and the throughput that this would give."""
+    """A number of servers and ranks, and the estimated throughput."""
 
     servers: int
     ranks: int
-    ratio: float  # of effective throughput, to that of the run which was measured
+    ratio: float  # effective throughput relative to the measured run
 
     @property
     def overrides(self) -> list[str]:
@@ -65,9 +65,9 @@ class Split:
 
 
 def rates(config: RunConfig, curves: Curves) -> Rates | None:
-    """The rates of a run of `config`, from its metrics; None where stages share devices, or where too little was
-    measured. The first steps, whose completions all started at once, and the last, for which nothing more is admitted,
-    are left out where there are others."""
+    """The rates of a run of `config` from its metrics; None if stages share devices or data are missing.
+    The first steps are left out, because all their completions started at once. So are the last ones, for which no more
+    groups are admitted. If there are no other steps, all steps count."""
     if config.mode == "sync" or not config.max_staleness or config.shares_cores:
         return None
     points = {key: dict(curves.get(key, ())) for key in _NEEDED}
@@ -84,7 +84,7 @@ def rates(config: RunConfig, curves: Curves) -> Rates | None:
     if not known.any():
         return None
     completions, weights = running[known] / busy[known], taken[known]
-    seconds = running[known] * config.generation_servers / generated[known]  # of a server, a token of each completion
+    seconds = running[known] * config.generation_servers / generated[known]  # seconds per decode step of a server
     total = taken.sum()
     return Rates(
         effective_tokens_per_s=float((consumed * taken).sum() / total),
@@ -109,8 +109,8 @@ _NEEDED = (
 
 
 def decode_pace(completions: Floats, seconds: Floats, weights: Floats) -> DecodePace:
-    """The line nearest to `seconds` a token over running `completions`, by weighted least squares; neither of its parts
-    is negative. Loads that are all alike don't tell its slope: then a token takes the same whatever runs."""
+    """Fit seconds per token to running completions, by weighted least squares with non-negative terms.
+    If all loads are alike, the slope is unknown; then the time is taken as constant."""
     mean_n, mean_tau = (float(np.average(values, weights=weights)) for values in (completions, seconds))
     spread, together = np.cov(completions, seconds, ddof=0, aweights=weights)[0]
     if spread <= (_ALIKE * mean_n) ** 2:
@@ -120,15 +120,15 @@ def decode_pace(completions: Floats, seconds: Floats, weights: Floats) -> Decode
 
 
 def generation_used(config: RunConfig, measured: Rates) -> float:
-    """Of what the servers could have generated, the share that they did."""
+    """Generated tokens, as a share of the tokens that the servers could have generated."""
     able = _able(config, measured, config.generation_servers)
     return min(1.0, measured.generated_tokens_per_s / able)
 
 
 def splits(config: RunConfig, measured: Rates) -> list[Split]:
-    """All splits of the run's devices that `config` allows, the best first; of equal ones, the nearest to the run's
-    own."""
-    useful = min(1.0, measured.effective_tokens_per_s / measured.generated_tokens_per_s)  # tokens, not dropped
+    """All splits of the run's devices that `config` allows, best first.
+    Equal ones are sorted by their distance from the run's own split."""
+    useful = min(1.0, measured.effective_tokens_per_s / measured.generated_tokens_per_s)  # share of tokens not dropped
 
     def limit(servers: int, ranks: int) -> float:
         generated = _able(config, measured, servers) * useful
@@ -145,8 +145,8 @@ def splits(config: RunConfig, measured: Rates) -> list[Split]:
 
 
 def _able(config: RunConfig, measured: Rates, servers: int) -> float:
-    """Tokens a second of so many servers where generation is the bottleneck. Of what the gate admits beside the batch
-    that trains, half a batch waits to be complete."""
+    """Tokens per second of `servers` servers if generation is the bottleneck.
+    Of the groups admitted beside the batch in training, half a batch waits for completion."""
     admitted = (config.pipeline_depth + 0.5) * config.rollout.batch_size
     running = measured.running_share * admitted / servers
     return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))
@@ -163,7 +163,7 @@ def _fits(config: RunConfig, servers: int, ranks: int) -> bool:
 
 
 def advice(config: RunConfig, measured: Rates) -> str | None:
-    """One sentence on the best split, if it is another than the run's own; None where devices can't be split."""
+    """One sentence on the best split of the devices; None if they can't be split."""
     found = splits(config, measured)
     if not found:
         return None
@@ -177,7 +177,7 @@ def advice(config: RunConfig, measured: Rates) -> str | None:
 
 
 def splits_of_run(run: RunDir) -> list[Split]:
-    """All splits by the metrics of a run, the best first. Raises ConfigError where these don't tell."""
+    """All splits by the metrics of a run, best first. Raises ConfigError if the metrics are insufficient."""
     try:
         config, run_id = run.config(), run.info().run_id
     except FileNotFoundError:

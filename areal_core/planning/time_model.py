@@ -1,13 +1,12 @@
-"""The time that accelerators would take: decode steps, prefill, training and weight transfer.
+"""Time model of accelerators: decode steps, prefill, training and weight transfer.
 
-A decode step reads the weights and every cached key and value once, or computes for longer than that takes, and adds
-the parts of the accelerators that hold a layer up, twice a layer; prefill and training compute. What a decode step
-takes beside is a constant, whatever the model and the batch: a residual, fitted. Everything here is counted in real
-tokens and emulated seconds; `Pace` turns those into time that passes.
+A decode step reads the model weights and all cached keys and values once, or computes if that takes longer. With tensor
+parallelism it adds two all-reduces per layer. A fitted constant, equal for all models and batches, covers the remaining
+time. Prefill and training are bound by compute. All quantities are real tokens and emulated seconds; `Pace` converts
+emulated to real time.
 
 Sources. Accelerators: NVIDIA's data sheets, SXM where there is a choice; the H800 is the H100 with slower links.
-Models: config.json of Qwen2.5 and DeepSeek-R1-Distill-Qwen. Where the free parameters come from:
-docs/emulation.md.
+Models: config.json of Qwen2.5 and DeepSeek-R1-Distill-Qwen. Origin of the free parameters: docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
 
-_BYTES = 2  # of a weight, of a number in the KV cache, and of an activation: half precision
-_ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
-_TRAINED_PASSES = 4  # forward, again where the backward pass needs activations that were not kept, and backward as two
-_CATCH_UP_S = 0.05  # real seconds that a delayed process may make up for
+_BYTES = 2  # bytes per weight, KV cache entry and activation: half precision
+_ALL_REDUCES = 2  # per layer: after attention, and after the MLP
+_TRAINED_PASSES = 4  # forward, recomputed forward for the backward pass, and backward as two
+_CATCH_UP_S = 0.05  # most real seconds of delay that are made up for
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device's data sheet, in the units of data sheets."""
+    """Data sheet of one device, in the units of data sheets."""
 
     tflops: float  # bf16, dense
     float32_tflops: float  # without TF32
     memory_gb_per_s: float
     memory_gb: float
-    link_gb_per_s: float  # to the others of its machine, one way
+    link_gb_per_s: float  # to the other devices of its machine, one way
 
 
 ACCELERATORS = {
@@ -50,23 +49,23 @@ ACCELERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a Qwen2, Qwen3 or Llama decoder of this spec computes and moves."""
+    """Compute and memory traffic of a Qwen2, Qwen3 or Llama decoder."""
 
     spec: ModelSpec
 
     @property
     def flops_per_token(self) -> float:
-        """Of a forward pass, attention left out: looking an embedding up costs nothing."""
+        """FLOPs of a forward pass per token without attention; embedding look-ups are free."""
         return 2.0 * self._matrices
 
     @property
     def attention_flops(self) -> float:
-        """Of a forward pass, for one token and each token that it attends to."""
+        """FLOPs of a forward pass for one pair of a token and a token that it attends to."""
         return 4.0 * self.spec.layers * self.spec.heads * self.spec.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in the KV cache."""
+        """Bytes of one token in the KV cache."""
         return 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * _BYTES
 
     @property
@@ -75,13 +74,14 @@ class ModelCost:
 
     @property
     def read_bytes(self) -> int:
-        """What a decode step reads of the weights: the matrices, the output's included. Of embeddings it looks a few
-        rows up; norms and biases are nothing."""
+        """Bytes of model weights that a decode step reads: all matrices, including the output's.
+        Looked-up embedding rows, norms and biases are negligible."""
         return self._matrices * _BYTES
 
     def counted_flops(self, lengths: Sequence[int]) -> float:
-        """Of a forward pass over sequences of these lengths, as AReaL counts them for its TFLOP/s: keys and values as
-        wide as queries, attention without a causal mask, and embeddings multiplied as the output is."""
+        """FLOPs of a forward pass over sequences of these lengths, by AReaL's count for its TFLOP/s.
+        Keys and values are as wide as queries, attention has no causal mask, and embeddings cost as much as the output.
+        """
         spec, tokens, squares = self.spec, sum(lengths), sum(length * length for length in lengths)
         layer = tokens * (4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size)
         attention = 2 * squares * spec.hidden_size
@@ -89,7 +89,7 @@ class ModelCost:
 
     @property
     def _matrices(self) -> int:
-        """Numbers that every token is multiplied with."""
+        """Number of matrix elements that every token is multiplied with."""
         spec = self.spec
         attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
         return spec.hidden_size * (spec.layers * (attention + 3 * spec.intermediate_size) + spec.vocab_size)
@@ -114,7 +114,7 @@ def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, ti
     )
 
 
-# From their public config.json. The 1.5B of the paper is a distilled one, whose output is not tied to its embeddings.
+# From public config.json files. The paper's 1.5B model is distilled, with untied output and embeddings.
 SPECS = {
     "0.5b": _qwen(24, 896, 14, 2, 4864, tied=True),
     "1.5b": _qwen(28, 1536, 12, 2, 8960),
@@ -127,9 +127,9 @@ MODELS = {f"qwen-{size}": ModelCost(SPECS[size]) for size in ("1.5b", "7b", "14b
 
 
 class TimeModel:
-    """Emulated seconds of what the replicas of a server or a group of training accelerators do. A replica is
-    `tensor_parallel` accelerators that hold one model; the `replicas` of a server share its completions evenly and
-    decode in step. Raises ConfigError for a model that does not fit."""
+    """Emulated seconds of the work of a server's replicas, or of a group of training accelerators.
+    A replica is `tensor_parallel` accelerators with one model. The `replicas` of a server share its completions evenly
+    and decode in lockstep. Raises ConfigError for a model that does not fit."""
 
     def __init__(self, config: EmulationConfig) -> None:
         self._config = config
@@ -138,21 +138,21 @@ class TimeModel:
         degree = config.tensor_parallel
         self._bytes_per_s = degree * config.bandwidth_share * 1e9 * self._device.memory_gb_per_s
         self._flops_per_s = degree * 1e12 * self._device.tflops
-        self._all_reduces = _ALL_REDUCES * self.cost.spec.layers if degree > 1 else 0  # of a decode step
-        # A ring sends all but its own part of a sum around, and then all but its own part of the result.
+        self._all_reduces = _ALL_REDUCES * self.cost.spec.layers if degree > 1 else 0  # all-reduces per decode step
+        # A ring all-reduce sends (degree - 1) / degree of the data twice: to reduce, and to gather.
         self._reduced_s = (
             2 * (degree - 1) / degree * self.cost.spec.hidden_size * _BYTES / (1e9 * self._device.link_gb_per_s)
         )
         room = degree * config.memory_share * 1e9 * self._device.memory_gb - self.cost.weight_bytes
-        self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # that the KV caches of a server hold
+        self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # tokens in a server's KV caches
         if self.kv_tokens < 1:
             raise ConfigError(
                 f"emulation.tensor_parallel: {config.model} does not fit into {degree} x {config.accelerator}"
             )
 
     def decode_s(self, completions: int, context_tokens: float, steps: int = 1) -> float:
-        """`steps` decode steps of `completions` sequences, of `context_tokens` tokens in all at the first step."""
-        mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token a completion and step
+        """Time of `steps` decode steps of `completions` sequences, which first have `context_tokens` in all."""
+        mean_context = context_tokens + completions * (steps - 1) / 2  # one more token per completion and step
         sequences, cached = completions / self._config.replicas, mean_context / self._config.replicas
         moved = self.cost.read_bytes + cached * self.cost.kv_bytes
         computed = sequences * self.cost.flops_per_token + cached * self.cost.attention_flops
@@ -161,37 +161,36 @@ class TimeModel:
         return steps * (self._config.decode_overhead_s + busy + added)
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
-        """Prefill of sequences of these lengths: prompts, or sequences whose KV cache was discarded."""
+        """Time to prefill sequences of these lengths: prompts, or sequences whose KV cache was discarded."""
         squares = sum(length * length for length in lengths)
         # Causal: on average a token attends to half of its sequence.
         flops = sum(lengths) * self.cost.flops_per_token + squares / 2 * self.cost.attention_flops
         return flops / (self._config.prefill_share * self._config.replicas * self._flops_per_s)
 
     def forward_s(self, lengths: Sequence[int], accelerators: int) -> float:
-        """A forward pass of the training accelerators over sequences of these lengths: the proximal policy's."""
+        """Time of a forward pass for the proximal policy over sequences of these lengths."""
         rate = self._config.training_share * 1e12 * self._device.tflops * accelerators
         return self.cost.counted_flops(lengths) / rate
 
     def train_s(self, lengths: Sequence[int], accelerators: int) -> float:
-        """Forward and backward passes over sequences of these lengths, activations computed twice."""
+        """Time of forward and backward passes over these lengths, with activations computed twice."""
         return _TRAINED_PASSES * self.forward_s(lengths, accelerators)
 
     def transfer_s(self) -> float:
-        """Transfer of new weights to a replica, to each of its accelerators its part."""
+        """Time to transfer new model weights to a replica, each accelerator receiving its part."""
         return self.cost.weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
 
 
 def completion_length(config: EmulationConfig, share: float) -> int:
-    """The length, in real tokens, that `share` of the completions stay below; 0 <= share < 1. Lengths are
-    log-normal."""
+    """The completion length in real tokens at quantile `share`, 0 <= share < 1; log-normal."""
     if share == 0.0:
         return 1
     return max(1, round(config.length_median * math.exp(config.length_sigma * NormalDist().inv_cdf(share))))
 
 
 class Pace:
-    """Lets emulated time pass, `speed` emulated seconds in a real one. The accelerator does not wait for this machine:
-    what was spent late is made up for, within bounds."""
+    """Converts emulated to real time: `speed` emulated seconds take one real second.
+    The accelerator does not wait for this machine, so delays are made up for, within bounds."""
 
     def __init__(
         self,
@@ -206,11 +205,11 @@ class Pace:
         self._until = clock()
 
     def restart(self) -> None:
-        """What comes next begins now."""
+        """Start counting from now."""
         self._until = self._clock()
 
     def spend(self, emulated_s: float) -> None:
-        """Return when an accelerator would have finished work of this time."""
+        """Sleep until an accelerator would have finished work of `emulated_s` seconds."""
         self._until = max(self._until, self._clock() - _CATCH_UP_S) + emulated_s / self.speed
         left = self._until - self._clock()
         if left > 0:

@@ -1,7 +1,9 @@
-"""What the commands of this package have in common: options, signals, exit statuses and the line of an error.
+"""Shared parts of this package's commands: options, signals, the error line and exit statuses.
 
-Exit status: 0 the run has ended in order; 1 it failed; 2 a setting, a model, the storage or the tracking server is
-wrong; 130 or 143 it was stopped by SIGINT or SIGTERM, after everything that it had started was.
+- 0: the run ended in order
+- 1: the run failed
+- 2: a setting, a model, the storage or the tracking server is wrong
+- 130 or 143: SIGINT or SIGTERM stopped the command, after it had stopped every process that it started
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from areal_core.errors import ArealError, ConfigError, ModelError, StorageError,
 
 
 class Stopped(BaseException):
-    """A signal asks this process to end; carries its number."""
+    """A signal asked this process to end; carries the signal number."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError for wrong options, which is reported like all other errors."""
+    """Argument parser that raises ConfigError for wrong options, like all other errors of a command."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def run_command(action: Callable[[], None]) -> int:
-    """Call `action` in the main thread; returns the exit status after at most one line on stderr. SIGINT and SIGTERM
-    raise Stopped inside `action`."""
+    """Call `action` in the main thread and return the exit status, after at most one error line on stderr.
+    SIGINT and SIGTERM raise Stopped inside `action`."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _stop)
     try:
@@ -44,7 +46,7 @@ def run_command(action: Callable[[], None]) -> int:
 
 
 def _stop(signum: int, _: FrameType | None) -> None:
-    """Unwind once; a second signal ends this process at once, and the children see that it is gone."""
+    """Raise Stopped at the first signal; a second signal kills this process, and its children notice."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     raise Stopped(signum)

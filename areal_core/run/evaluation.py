@@ -1,9 +1,9 @@
-"""An evaluation: a model's completions of one or several benchmarks, from generation servers of its own.
+"""Evaluate a model on one or several benchmarks, with generation servers of the evaluation's own.
 
-    configuration a benchmark --> servers, started once --> records, a file a benchmark --> scores
+    one configuration per benchmark --> servers, started once --> one file of records per benchmark --> scores
 
-A benchmark is the held-out set of a task. Its records lie in <state_dir>/evaluations/<name>/<benchmark>.jsonl; an
-evaluation that was stopped, or killed, goes on where it ended, and one that has ended gives the same scores again.
+A benchmark is the held-out set of a task. Its records are in <state_dir>/evaluations/<name>/<benchmark>.jsonl.
+Interrupted evaluations resume. Evaluating a complete one again gives the same scores.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.storage.weights import base_version
 
-_WORKERS = 4  # that run environments, where there are so many cores
-_OWNER_S = 20.0  # for the servers of an evaluation that was killed to end
+_WORKERS = 4  # reward workers, which run environments; fewer on a machine with fewer cores
+_OWNER_S = 20.0  # time for the servers of a killed evaluation to end
 
 Progress = Callable[[str, int, int], None]  # benchmark, problems recorded, problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One benchmark of an evaluation."""
+    """The result of one benchmark: its scores, records and files."""
 
     benchmark: str
     scores: Scores
     records: tuple[Record, ...]
-    above: Mapping[str, Difference]  # what it scores above an earlier evaluation; empty where it is compared with none
-    about: Mapping[str, Any]  # what was evaluated, and how
+    above: Mapping[str, Difference]  # score minus that of the reference evaluation; empty without a reference
+    about: Mapping[str, Any]  # the model, the task and the sampling settings
     records_file: Path
     page: Path
 
@@ -70,8 +70,11 @@ def evaluate(
     log: Log = print,
     on_progress: Progress = lambda benchmark, done, problems: None,
 ) -> list[Result]:
-    """Evaluate the model that all of `configs`, a benchmark each, name. Under the `name` of an earlier evaluation its
-    records count. `reference` is the name of one to compare with, problem by problem.
+    """Evaluate one model on several benchmarks and return one result per benchmark.
+
+    `configs` maps the name of each benchmark to its configuration; all of them name the same model. `name` identifies
+    the evaluation: records of an earlier evaluation with this name are reused. `reference` names another evaluation to
+    compare with, problem by problem.
 
     Raises ConfigError, ModelError and others as `preflight` does, and ProcessError for servers that fail.
     """
@@ -115,7 +118,7 @@ async def _evaluated(
 ) -> list[Result]:
     run.forget_ready()
     results: list[Result] = []
-    stop, servers = StopSignal(), None  # started at the first work
+    stop, servers = StopSignal(), None  # the servers start when the first benchmark needs them
     try:
         for benchmark in benchmarks:
             with RecordFile(run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
@@ -154,9 +157,9 @@ def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
 
 
 def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
-    """The same for the same evaluation, so that it goes on by itself."""
+    """Name the evaluation after its model and its settings, so that the same evaluation resumes by itself."""
     path = Path(config.model.path or "embedded")
-    model = path.parent.name if path.name == "final" else path.stem  # of a run: its name
+    model = path.parent.name if path.name == "final" else path.stem  # the final model of a run: use the run's name
     digest = hashlib.sha256(repr([benchmark.about for benchmark in benchmarks]).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', model)[:100].strip('-') or 'model'}-{digest[:8]}"
 
@@ -169,7 +172,7 @@ async def _complete(
     tokenizer: Tokenizer,
     on_progress: Progress,
 ) -> None:
-    """Have all servers work until every problem has its records. Raises what ends that, or the servers."""
+    """Sample all problems without records. Raises the error of the sampling or of the servers."""
     config, model_path = benchmark.config, run.info().model_path
     rewards = open_rewards(config, model_path, min(_WORKERS, len(os.sched_getaffinity(0))))
     collector = Collector(
@@ -196,7 +199,7 @@ async def _complete(
 
 
 def _supervise(run: RunDir, stop: StopSignal, log: Log) -> None:
-    """In a thread that lives until the end of the event loop: the servers end with it."""
+    """Supervise the generation servers in a thread until `stop` is set."""
     config = run.config()
     spec = role_specs(run, config, sorted(os.sched_getaffinity(0)))["generation"]
     Supervisor(run, spec, config.launch, stop=stop, log=log).run()

@@ -1,7 +1,7 @@
-"""Where the state of runs lies: their folders, the room on its disks, the database of MLflow, and base models.
+"""Local state of runs: their folders, free disk space, the MLflow database and the base models.
 
-Policy version 0 is a folder of the user's, or of the Hub; one made of a GGUF file of the user's, once; or the embedded
-model, which a supervised warm-up makes once a recipe.
+Policy version 0 comes from one of three places. A user names a model folder or a model of the Hub. Or the user names a
+GGUF file, which is converted once. Or a supervised warm-up makes the embedded model, once per recipe.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.training.recipe import cache_key
 
 Log = Callable[[str], None]
-_WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
-_CONVERSION = 2  # raised where a GGUF file becomes another folder than before
+_WARMUP_LOCK_S = 1800.0  # wait for another run that makes the same base model
+_CONVERSION = 2  # increased whenever the conversion of a GGUF file gives another result
 _GIB = 2**30
-LOW_INODES, _LEAST_INODES = 20_000, 2_000  # below which a run warns, and ends in order
+LOW_INODES, _LEAST_INODES = 20_000, 2_000  # a run warns below the first and ends in order below the second
 
 
 def run_folder(config: RunConfig, run_id: str) -> RunDir:
@@ -38,8 +38,8 @@ def run_folder(config: RunConfig, run_id: str) -> RunDir:
 
 
 def tracking_uri(config: RunConfig) -> str | None:
-    """Where MLflow is: tracking.uri, MLFLOW_TRACKING_URI, or a SQLite file in the state folder; None when off. Raises
-    ConfigError where the variable holds credentials."""
+    """Address of MLflow, or None if tracking is off. Raises ConfigError for credentials in the variable.
+    The address is tracking.uri, else MLFLOW_TRACKING_URI, else a SQLite file in the state folder."""
     if not config.tracking.enabled:
         return None
     if config.tracking.uri:
@@ -53,7 +53,7 @@ def tracking_uri(config: RunConfig) -> str | None:
 
 
 class DiskSpace:
-    """Looks at the folders that a run fills: its own, and its store, where that is one."""
+    """Checks free space in the folder of a run, and in its store if the store is a folder."""
 
     def __init__(self, run: RunDir, config: RunConfig, log: Log) -> None:
         store = store_folder(config.storage.url)
@@ -62,13 +62,13 @@ class DiskSpace:
         self._told: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Warn once of a folder with less than `launch.disk_low_gib`, or few inodes. Raises StorageError below
-        `launch.disk_min_gib`, and for very few."""
+        """Warn once per folder with less than `launch.disk_low_gib` free, or with few inodes.
+        Raises StorageError below `launch.disk_min_gib`, and for very few inodes."""
         for field, folder in self._folders.items():
             try:
                 gib, inodes = shutil.disk_usage(folder).free / _GIB, free_inodes(folder)
             except OSError:
-                continue  # who reads or writes there says more
+                continue  # reads and writes of that folder report the error
             launch, where = self._launch, f"{field}: {folder}"
             self._compare(where, f"{gib:.2f}", "GiB", gib, launch.disk_low_gib, launch.disk_min_gib)
             if inodes is not None:
@@ -84,22 +84,22 @@ class DiskSpace:
 
 
 def store_folder(url: str) -> Path | None:
-    """The folder that a store is; None for one that is elsewhere."""
+    """The folder of a store, or None if the store is not a local folder."""
     if url.startswith("file://"):
         return Path(unquote(urlsplit(url).path))
     return None if "://" in url else Path(url)
 
 
 def base_model(config: RunConfig, log: Log) -> Path:
-    """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
+    """The folder of policy version 0: the user's model, or the embedded one, made once per recipe."""
     if config.model.path is not None:
         return model_folder(config, log)
     return _made_once(config, cache_key(config), partial(_warm_up, config, log))
 
 
 def model_folder(config: RunConfig, log: Log) -> Path:
-    """The folder of `model.path`: itself, what the Hub has under a name, or what is made of a GGUF file. Raises
-    ModelError for what can't be had or read, or is not supported."""
+    """The folder of `model.path`: itself, a model downloaded from the Hub, or a converted GGUF file.
+    Raises ModelError for a model that is missing, unreadable or unsupported."""
     assert config.model.path is not None
     if config.model.path.startswith(hub.PREFIX):
         return hub.fetch(config.model.path)
@@ -116,7 +116,7 @@ def model_folder(config: RunConfig, log: Log) -> Path:
 
 
 def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of the cache, which the first of all runs that need it makes."""
+    """A folder in the cache; the first run that needs the folder makes it, and other runs wait."""
     cache = Path(config.state_dir).absolute() / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / name

@@ -1,13 +1,13 @@
-"""One run from its folder to its summary, for flows, benchmarks and `python -m areal_core` alike.
+"""Run one training run to its summary, for flows, benchmarks and `python -m areal_core`.
 
-    prepare   (areal_core.run.prepare) checks what can be checked, makes the base model, opens the tracking run
+    prepare   (areal_core.run.prepare) checks the configuration, makes the base model, opens the tracking run
     Run       supervises the five roles, each in a thread of its caller's; `role_specs` lists their processes
     execute   both, in threads of this process
 
-The order of an orderly end: the trainer finishes, the controller writes summary.json and exits, generation servers are
-stopped, the evaluator exits by itself, the tracker sends what is left. A run that is stopped ends with a checkpoint in
-the place of the summary. The first failure of a role stops all others and is the one reported; a failed run never
-leaves a summary.
+The roles of a complete run end in this order. The trainer finishes. The controller writes summary.json and exits. The
+launcher stops the generation servers. The evaluator exits, and the tracker sends its remaining points. A stopped run
+ends with a checkpoint instead of a summary. The first role that fails stops all others, and its error is reported. A
+failed run never leaves a summary.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ _ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "eva
 
 
 class Run:
-    """A prepared run. `generate`, `rollout`, `train`, `evaluate` and `track` each supervise one role and block until it
-    has ended; each needs a thread of its own. When one fails, all of them raise that first failure.
+    """A prepared run: `generate`, `rollout`, `train`, `evaluate` and `track` each supervise one role.
 
-    Raises ProcessError when another launcher runs this run.
+    Each of these methods blocks until its role has ended, and needs a thread of its own. When one role fails, all of
+    them raise that first failure. The constructor raises ProcessError when another launcher runs this run.
     """
 
     def __init__(self, run_dir: RunDir, *, log: Log = print) -> None:
         self.run_dir = run_dir
         self.config = run_dir.config()
         self._log = Journal(run_dir.log_file("launcher"), "launcher-0", log)
-        self._state = threading.Lock()  # guards what is below, and the ownership
+        self._state = threading.Lock()  # guards the attributes below, and the ownership
         self._stopped: str | None = None
         self._started: set[Role] = set()
         self._over: set[Role] = set()
-        self._closed = False  # the end is settled
-        self._tracking = False  # the tracker runs
+        self._closed = False  # whether the end of the run is recorded
+        self._tracking = False  # whether the tracker is running
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_files = StopSignal()
@@ -91,10 +91,10 @@ class Run:
     # -- the five roles ------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Keep the generation servers running until the controller has ended, unless remote workers run them. Where
-        other machines may join, keep the data server running until their workers have ended."""
+        """Keep the generation servers running until the controller has ended, unless remote workers run them.
+        If other machines may join, keep the data server running until all remote workers have ended."""
         with self._role("generation"), ExitStack() as beside:
-            if self.config.admits_machines:  # until they have heard how the run ended
+            if self.config.admits_machines:  # until remote workers know how the run ended
                 serves = self._supervision.beside("files", lambda: self._supervise("files", self._stop_files))
                 beside.enter_context(serves)
             if "generation" in self.config.remote_roles:
@@ -112,12 +112,14 @@ class Run:
                         raise ProcessError("controller-0 exited with code 0 and left no summary.json")
                 finally:
                     self._stop_servers.set()
-            _later(self.config.launch.stop_timeout_s, self._abort.set)  # no other role has anything left to do
+            _later(self.config.launch.stop_timeout_s, self._abort.set)  # the other roles have no work left
 
     def train(self) -> None:
-        """Keep the trainer's ranks running until they have finished. Where other machines train, the ranks of this
-        machine, if it has any, are the first ones, under torchrun, and the rendezvous runs until the controller has
-        ended."""
+        """Keep the ranks of the trainer running until they have finished.
+
+        If other machines train, the ranks of this machine, if any, are the first ones and run under torchrun. The
+        rendezvous then runs until the controller has ended.
+        """
         with self._role("trainer"):
             if "trainer" not in self.config.remote_roles:
                 self._supervise("trainer", self._abort, self._registration.wake)
@@ -127,8 +129,8 @@ class Run:
                     self._supervise("node", self._abort)
 
     def evaluate(self) -> None:
-        """Keep the evaluator, and servers of its own, running until no version is left to score; none where versions
-        are not scored."""
+        """Keep the evaluator and its own servers running until every version is scored.
+        Returns at once if the run scores no versions."""
         with self._role("evaluator"):
             if not self.config.evaluated:
                 return
@@ -141,8 +143,8 @@ class Run:
                 self._supervise("evaluator", self._abort)
 
     def track(self) -> None:
-        """Keep the tracker running until all other roles have ended and it has sent what there is, within
-        tracking.flush_timeout_s. A tracker that fails stops nothing."""
+        """Keep the tracker running until all other roles have ended and it has sent the remaining points.
+        Sending takes at most tracking.flush_timeout_s. A failed tracker stops no other role."""
         if self._info.tracking_uri is None:
             return
         with self._state:
@@ -159,14 +161,14 @@ class Run:
     # -- for the caller ------------------------------------------------------------------------------------------------
 
     def status(self) -> RunStatus | None:
-        """A look at the run; None while its controller does not answer."""
+        """The current status of the run; None while its controller does not respond."""
         with closing(ControllerClient(self.run_dir, patience_s=0.0)) as client, suppress(ArealError):
             return client.status()
         return None
 
     def stop(self, reason: str) -> None:
-        """End the run: its trainer ends the step and writes a checkpoint, within launch.stop_timeout_s, then the roles
-        return. The run can be resumed. Does nothing once the run has ended."""
+        """Stop the run, which can be resumed. Does nothing once the run has ended.
+        The trainer ends its step and writes a checkpoint, within launch.stop_timeout_s; then the roles return."""
         with self._state:
             self._stopped = self._stopped or reason
         try:
@@ -175,7 +177,7 @@ class Run:
             self._end_all()
 
     def report(self) -> RunSummary:
-        """The summary of a run that has ended in order. Raises the first failure, or ProcessError for a stopped run."""
+        """The summary of a complete run. Raises the first failure, or ProcessError for a stopped run."""
         if self._supervision.failure is not None:
             raise self._supervision.failure
         if not self.run_dir.summary.exists():
@@ -186,20 +188,20 @@ class Run:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Have a trainer that is at work end its step and write a checkpoint, for launch.stop_timeout_s at most."""
+        """Let a running trainer end its step and write a checkpoint, for at most launch.stop_timeout_s."""
         if not (self._training and self.run_dir.ready_info("trainer")):
             return
         bound_s = self.config.launch.stop_timeout_s
         deadline, client = time.monotonic() + bound_s, ControllerClient(self.run_dir, patience_s=0.0, timeout_s=bound_s)
         self._log(f"the run stops: its trainer ends the step and writes a checkpoint, within {bound_s:g} s")
-        with closing(client), suppress(ArealError):  # the controller ends once that is done
+        with closing(client), suppress(ArealError):  # the controller ends once the checkpoint is written
             while self._training:
                 if time.monotonic() > deadline:
                     self._log(
                         "the trainer did not end its step within launch.stop_timeout_s: a resumed run makes it again"
                     )
                     break
-                client.stop(STOPPED)  # again, as a controller that was restarted has not heard of it
+                client.stop(STOPPED)  # repeated, because a restarted controller has lost the request
                 self._abort.wait(_STOP_LOOK_S)
 
     @property
@@ -209,12 +211,12 @@ class Run:
     def _supervise(
         self, role: str, stop: StopSignal, on_ready: Callable[[int, dict[str, Any]], None] | None = None
     ) -> None:
-        locks = (self._owned.fd,) if self._owned else ()  # they hold the run's lock, too
+        locks = (self._owned.fd,) if self._owned else ()  # child processes hold the run's lock too
         self._supervision.run(self._specs[role], stop, on_ready, locks=locks)
 
     @contextmanager
     def _role(self, role: Role) -> Iterator[None]:
-        """The life of a role: its failure is the run's, and the last one to end closes the run."""
+        """Track the life of a role: its failure fails the run, and the last role to end closes the run."""
         with self._state:
             self._started.add(role)
         try:
@@ -233,8 +235,8 @@ class Run:
     def _counts(self, error: BaseException) -> bool:
         """Whether an error is a failure of the run."""
         if self._stopped:
-            return False  # a consequence
-        if "controller" in self._over:  # it has ended in order: the run is complete
+            return False  # a consequence of the stop
+        if "controller" in self._over:  # the controller ended in order, so the run is complete
             self._log(f"after the end of the run: {error}")
             return False
         return True
@@ -289,7 +291,7 @@ class Run:
         _later(patience_s, self._stop_tracker.set)
 
     def _watch(self) -> None:
-        """Fail a run whose processes all wait for each other, and one whose disk is nearly full."""
+        """Fail a run whose processes all wait for each other, or whose disk is nearly full."""
         standstill, looks = Standstill(self.run_dir.heartbeats, self.config.launch), Looks()
         disk = DiskSpace(self.run_dir, self.config, self._log)
         while not self._stop_servers.wait(POLL_S):
@@ -310,8 +312,8 @@ def read_summary(run: RunDir) -> RunSummary:
 
 
 def summary_of(text: str) -> RunSummary:
-    """From the text of summary.json."""
-    return msgspec.convert(json.loads(text), RunSummary)  # not msgspec's own reader, which knows no NaN
+    """Parse the text of a summary.json."""
+    return msgspec.convert(json.loads(text), RunSummary)  # msgspec's own JSON reader accepts no NaN
 
 
 def execute(
@@ -324,8 +326,8 @@ def execute(
 ) -> RunSummary:
     """Prepare a run, run it to its end and return its summary; `on_status` is called about once a second.
 
-    Raises what `prepare` raises, and the run's first failure. An exception raised into the calling thread, such as
-    KeyboardInterrupt, stops the run before it goes on its way.
+    Raises the errors of `prepare`, and the run's first failure. An exception raised into the calling thread, such as
+    KeyboardInterrupt, stops the run and is then raised again.
     """
     run_dir = prepare(config, run_id=run_id, tags=tags, log=log)
     if run_dir.summary.exists():

@@ -1,8 +1,8 @@
-"""Sole ownership of a run: one launcher at a time prepares it and runs it, wherever it runs.
+"""Sole ownership of a run: one launcher at a time prepares and runs it, across all machines.
 
-Two ties, as each has a hole. The lock of the run's folder knows at once when its holder is gone, and its children with
-it; but only this machine sees it. The lease in the run's store (areal_core.storage.lease) is seen by everybody
-who could run it, and takes time to tell a dead launcher from a silent one.
+A run has two locks, because each alone has a gap. The operating system frees the lock of the run folder as soon as the
+launcher and its children are gone, but only this machine sees that lock. Every launcher sees the lease in the run's
+store (areal_core.storage.lease), but needs time to tell a dead launcher from a silent one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from areal_core.storage.lease import Lease, LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
-_PATIENCE_S = 5.0  # with a store that fails; then its lease is renewed the next time
-_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
+_PATIENCE_S = 5.0  # retries of a failing store; the lease is then renewed at the next interval
+_OWNER_S = 5.0  # beyond launch.stop_timeout_s: time for processes of an earlier launcher to end
 
 
 class Ownership(AbstractContextManager["Ownership"]):
-    """The lock and the lease of one run, from its making until `release`.
+    """The lock and the lease of one run, from construction until `release`.
 
-    Raises ProcessError while another launcher runs the run, and StorageError."""
+    Raises ProcessError while another launcher runs the run, and StorageError.
+    """
 
     def __init__(
         self,
@@ -40,8 +41,8 @@ class Ownership(AbstractContextManager["Ownership"]):
         log: Callable[[str], None],
         on_lost: Callable[[LeaseLostError], None] = lambda error: None,
     ) -> None:
-        """`checkpoint_url` is the run's store. `on_lost` is called, in a thread, when another launcher has taken the
-        run over: this one is to end."""
+        """`checkpoint_url` is the run's store.
+        `on_lost` is called, in a thread, when another launcher has taken over the run; this launcher must then end."""
         self._log = log
         self._on_lost = on_lost
         self._lock = FileLock(
@@ -62,11 +63,11 @@ class Ownership(AbstractContextManager["Ownership"]):
 
     @property
     def fd(self) -> int:
-        """Of the lock, for children to hold it too."""
+        """File descriptor of the lock, for child processes to inherit."""
         return self._lock.fd
 
     def confirm(self) -> None:
-        """Look a last time. Raises LeaseLostError where another launcher has taken the run over."""
+        """Renew the lease a last time. Raises LeaseLostError if another launcher has taken over the run."""
         self._stop_renewing()
         try:
             self._lease.renew()
@@ -74,7 +75,7 @@ class Ownership(AbstractContextManager["Ownership"]):
             self._log(f"the lease of the run can't be confirmed: {error}")
 
     def release(self) -> None:
-        """Let other launchers have the run. A store that can't be told lets them wait for a while."""
+        """Release lease and lock. If the store is unreachable, other launchers wait for the lease to expire."""
         self._stop_renewing()
         try:
             self._lease.release()
@@ -88,11 +89,11 @@ class Ownership(AbstractContextManager["Ownership"]):
 
     def _stop_renewing(self) -> None:
         self._over.set()
-        if self._renewing is not threading.current_thread():  # it reports that the lease is lost
+        if self._renewing is not threading.current_thread():  # this thread itself reports the lost lease
             self._renewing.join()
 
     def _renew(self) -> None:
-        """A store that is away for a while costs nothing: nobody else can take the run over meanwhile."""
+        """Renew the lease periodically. During a store outage no other launcher can take over either."""
         silent = False
         while not self._over.wait(self._lease.renewal_s):
             try:
@@ -110,7 +111,7 @@ class Ownership(AbstractContextManager["Ownership"]):
 
 
 def _where(run: RunDir) -> str:
-    """Names the folder of a run on this machine, since it was started, and no other one: a machine made from a copy of
-    its disk has started another time, and a container beside this one has another file system."""
+    """Name the folder of a run on this machine since its last boot, uniquely.
+    The boot id tells apart machines made from copies of one disk; device and inode tell apart containers."""
     found = os.stat(run.launcher_lock)
     return f"{socket.gethostname()}:{run.root} ({found.st_dev:x}.{found.st_ino:x}, {boot_id()})"

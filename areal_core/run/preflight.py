@@ -1,4 +1,4 @@
-"""All checks of a configuration on this machine, made before anything is started: its GPUs and packages among them."""
+"""Check a configuration on this machine before any process starts, including GPUs and packages."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ _NVIDIA_SMI_S = 30.0
 
 
 def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> dict[str, str]:
-    """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made. A
-    `resumed` run needs no tracking server: its points wait. Returns the digests of its prompts.
+    """Check folders, model, prompts, storage and tracking; return the digests of the prompts.
+
+    Creates missing folders. A `resumed` run needs no tracking server, because its points wait in the outbox.
 
     Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
     """
@@ -53,9 +54,9 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
     except OSError as error:
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
-        TimeModel(config.emulation)  # raises ConfigError for a model that does not fit
+        TimeModel(config.emulation)  # raises ConfigError for a time model that does not fit
     _check_address(config.launch.address)
-    if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
+    if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has its own share of GPUs
         found = len(visible_gpus())
         if found < config.launch.devices:
             raise ConfigError(f"launch.devices: must be at most {found}, the visible GPUs, got {config.launch.devices}")
@@ -74,7 +75,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
             check_footprint(config, read_spec(folder), device_memory(config))
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if not resumed and (uri := tracking_uri(config)):
-        from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
+        from areal_core.tracking.mlflow_client import check_reachable  # imported here because the import takes seconds
 
         check_reachable(uri)
     return digests(source)
@@ -90,7 +91,7 @@ def _check_address(address: str) -> None:
 
 @contextmanager
 def _model_path(where: str = "") -> Iterator[None]:
-    """Within, the error of a model names the field, and `where`."""
+    """Name the field model.path, and `where`, in every ModelError raised within the `with`."""
     try:
         yield
     except ModelError as error:
@@ -98,7 +99,7 @@ def _model_path(where: str = "") -> Iterator[None]:
 
 
 def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
-    """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
+    """Check that a model folder is complete and fits the task: shape, weight headers, tokenizer, prompts."""
     with _model_path():
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
     needed = config.context
@@ -113,7 +114,7 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
     for token in set[int]().union(*ends) - set(spec.eos_token_ids):
         text = tokenizer.decode([token], special=True)
         log(f"task.chat: completions also end on {text!r}, as turns of the chat template do; eos_token_id lacks it")
-    trained_shapes(spec, config.training.lora.adapter)  # its targets
+    trained_shapes(spec, config.training.lora.adapter)  # checks that the model has the target layers of LoRA
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     with _model_path(f"{folder}: "):
@@ -121,7 +122,7 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
-    """What only transformers' module trains is served by vLLM, or an engine of the user's."""
+    """Check that an engine can serve a model that only transformers can train: vLLM, or a custom engine."""
     engines = {"generation": (config.generation.engine, config.generation_traits)}
     if config.evaluated:
         engines["evaluation"] = config.evaluation_engine, config.evaluation_traits
@@ -132,8 +133,8 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
 
 
 def _check_task(log: Log, config: RunConfig, tokenizer: Tokenizer, source: PromptSource) -> None:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Raises UserCodeError for a verifier
-    that fails on the first prompt."""
+    """Check that prompts, environment and verifier exist and match the tokenizer.
+    Raises UserCodeError for a verifier that fails on the first prompt."""
     open_environment(config, tokenizer)
     held_out = source.held_out()
     if first := ([source.prompt(0)] if config.task.trains else held_out[:1]):
@@ -141,9 +142,11 @@ def _check_task(log: Log, config: RunConfig, tokenizer: Tokenizer, source: Promp
 
 
 def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
-    """Have the verifier judge the gold answer of a prompt, in a process of its own: a bug is found where it costs
-    nothing. Raises UserCodeError with the traceback, the prompt and the completion where it raises, returns no score
-    from 0 to 1, hangs or dies."""
+    """Let the verifier score one gold answer in a separate process, to find bugs before the run starts.
+
+    Raises UserCodeError, with traceback, prompt and completion, if the verifier raises, hangs, dies or returns no score
+    from 0 to 1.
+    """
     try:
         found = outcome_apart(config, "", task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
@@ -156,8 +159,8 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
 
 
 def device_memory(config: RunConfig) -> float:
-    """Bytes of the smallest GPU that the run may use: launch.device_memory_gib, else what nvidia-smi says. Raises
-    ConfigError when it can't be run."""
+    """Bytes of the smallest GPU of the run: launch.device_memory_gib, else as nvidia-smi reports.
+    Raises ConfigError if nvidia-smi can't be run."""
     if config.launch.device_memory_gib is not None:
         return config.launch.device_memory_gib * GIB
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

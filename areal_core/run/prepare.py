@@ -1,6 +1,6 @@
-"""The preparation of a run: from a configuration to a folder that its processes can start from.
+"""Prepare a run: make the folder that its processes start from, out of a configuration.
 
-The base model is made and the tracking run is opened once; a run that was here before is adopted.
+The base model is made once, and the tracking run is opened once. An existing run is resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.pages import NOTE
 
 _TAGGED_PACKAGES = ("areal-flows", "torch", "transformers", "numpy", "mlflow", "prefect")
-# Fields that may differ between a run and its resumption.
+# Fields that may differ between a run and its resumption on the same machine.
 _MAY_CHANGE = (
     *(f"training.{name}" for name in ("steps", "engine", "zero_stage", "ranks", "hosts", "collective_timeout_s")),
     *("stop.*", "health.*", "launch.*", "provision.*", "state_dir"),
@@ -52,11 +52,12 @@ def prepare(
     tags: Mapping[str, str] | None = None,
     log: Log = print,
 ) -> RunDir:
-    """Make everything that the processes of a run start from; adopt what is there when `run_id` has been here before.
-    `tags` are for the tracking run, beside those that every run has, and so is the address of the flow run's page.
+    """Prepare the folder of a run; resume the run if `run_id` already exists.
 
-    Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
-    warm-up of the base model fails or the run is running already.
+    `tags` are added to the tracking run's own tags. `flow_run_page` is the URL of the flow run's page.
+
+    Raises the errors of `preflight`. Raises ConfigError for a resumed run whose configuration differs. Raises
+    ProcessError if the warm-up of the base model fails, or if the run is already running.
     """
     if not run_id:
         plain = re.sub(r"[^A-Za-z0-9]+", "-", config.label).strip("-") or "run"
@@ -70,7 +71,7 @@ def prepare(
             return run
     for name, its in config.by_task.items():
         with of_task(name):
-            if not its.task.trains:  # which is enough for an evaluation
+            if not its.task.trains:  # held-out prompts alone are enough for an evaluation
                 raise ConfigError("task.path: must be given, a file of prompts to train on")
     prompts = preflight(config, log, resumed=resumed)
     if resumed:
@@ -84,7 +85,7 @@ def prepare(
     _check_base(stored, model)
     run.root.mkdir(parents=True, exist_ok=True)
     with Ownership(run, config, storage.url, log=log):
-        if not (run.root / "run.json").exists():  # else another launcher has been quicker
+        if not (run.root / "run.json").exists():  # else another launcher prepared the run first
             about = _tags(config, run_id, flow_run_id) | {NOTE: _description(config, storage.url, flow_run_page)}
             experiment_id, tracking_run_id = _start_tracking(config, run_id, about | dict(tags or {}))
             info = RunInfo(
@@ -106,7 +107,7 @@ def _store(url: str, config: RunConfig) -> Storage:
 
 
 def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
-    """A run that was here before, which goes on with this configuration."""
+    """Resume a run whose folder exists, with this configuration."""
     info = run.info()
     if config.training.lora.rank is not None:
         _check_base(checkpoint.newest(_store(info.checkpoint_url, config)), Path(info.model_path))
@@ -120,14 +121,14 @@ def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) 
 
 
 def _extends(run: RunDir, config: RunConfig) -> bool:
-    """Whether `config` gives a finished run another end, which it has not reached."""
+    """Whether `config` gives a finished run a later end."""
     before, steps = run.config(), json.loads(run.summary.read_text())["steps"]
     other_end = (config.training.steps, config.stop) != (before.training.steps, before.stop)
     return other_end and config.training.steps > steps
 
 
 def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Open the run in MLflow; returns the ids of its experiment and of itself, None where tracking is off."""
+    """Open the run in MLflow and return the ids of its experiment and run; (None, None) without tracking."""
     uri = tracking_uri(config)
     if uri is None:
         return None, None
@@ -135,13 +136,13 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
 
     contexts: tuple[Literal["training", "evaluation"], ...] = ("training", "evaluation")[: 1 + config.evaluated]
     sets = dict.fromkeys(data_set(its, context) for context in contexts for its in config.by_task.values())
-    inputs = [dataclasses.asdict(each) for each in sets]  # tasks may have the same
+    inputs = [dataclasses.asdict(each) for each in sets]  # several tasks may share a data set
     opened = start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
     return experiment_of(uri, opened), opened
 
 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:
-    """Tags that tell runs apart, and the versions that this one was made with."""
+    """Tags that tell runs apart, and the versions of the installed packages."""
     revision = _git_revision()
     tags = {
         "areal.emulated": config.emulated_cluster,
@@ -159,12 +160,12 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         try:
             tags[f"version.{package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a package that this installation does without
+            continue  # an optional package
     return {name: value for name, value in tags.items() if value}
 
 
 def _description(config: RunConfig, checkpoint_url: str, flow_run_page: str | None) -> str:
-    """What the run does, and where the rest of it is, for its page."""
+    """Describe the run and link its checkpoints, for its MLflow page."""
     model = f"`{config.model.path}`" if config.model.path else "The embedded model"
     return (
         f"{model} learns {config.task_label}: {config.training.steps} steps of "
@@ -175,7 +176,7 @@ def _description(config: RunConfig, checkpoint_url: str, flow_run_page: str | No
 
 
 def _git_revision() -> str | None:
-    """The commit of this source tree, marked when files differ from it; None outside of a git checkout."""
+    """The git commit of this source tree, marked -dirty if files differ; None outside of a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -184,7 +185,7 @@ def _git_revision() -> str | None:
 
 
 def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
-    """Raises ConfigError where a checkpoint holds an adapter to another base model."""
+    """Raise ConfigError if a checkpoint holds an adapter to another base model."""
     wanted = None if stored is None else stored.extra.get(checkpoint.BASE)
     if stored is not None and wanted is not None and (found := base_version(str(model)).digest) != wanted:
         raise ConfigError(
@@ -194,9 +195,9 @@ def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
 
 
 def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: Sequence[str]) -> None:
-    """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
+    """Raise ConfigError naming the first field that differs although a resumed run must keep it."""
     old, new = dict(leaves(before)), dict(leaves(now.to_dict()))
-    for name in (*old, *(name for name in new if name.endswith(".ratio"))):  # which every task of a mixture has
+    for name in (*old, *(name for name in new if name.endswith(".ratio"))):  # every task of a mixture has a ratio
         known = re.sub(r"^tasks\.\w+\.", "", name)
         if new.get(name) != old.get(name) and not any(fnmatchcase(known, pattern) for pattern in may_change):
             raise ConfigError(

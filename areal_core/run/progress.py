@@ -1,4 +1,4 @@
-"""The progress of a run for a person: a line a step, beside the log, and the result."""
+"""Format the progress of a run: one line per step, and a result of a few lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import textwrap
 from areal_core.errors import printable, printable_lines
 from areal_core.types import RunStatus, RunSummary
 
-_WIDTH = 100  # of a paragraph, in characters
+_WIDTH = 100  # characters per line of a paragraph
 
 
 class RunProgress:
-    """Log lines, and the status of each step, on stderr."""
+    """Prints log lines, and the status of each step, on stderr."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -28,7 +28,7 @@ class RunProgress:
 
 
 def describe(status: RunStatus) -> str:
-    """One line; what isn't known yet is a dash."""
+    """Format a status as one line, with a dash for each value that isn't known yet."""
     parts = (
         f"step {status.step}/{status.steps}",
         f"reward {number(status.reward, '.3f')}",
@@ -44,7 +44,7 @@ def describe(status: RunStatus) -> str:
 
 
 def conclude(summary: RunSummary) -> str:
-    """The result of a run in a few lines."""
+    """Format the result of a run in a few lines."""
     lines = [
         f"run {summary.run_id} finished: {summary.steps} steps in {_duration(summary.rl_wall_s)} "
         f"(stop reason: {summary.reason})",
@@ -68,12 +68,12 @@ def conclude(summary: RunSummary) -> str:
 
 
 def significant(value: float) -> str:
-    """A number with three significant digits, and all digits before its point: 0.0123, 1.20, 346, 21,904."""
+    """Format a number with three significant digits or more: 0.0123, 1.20, 346, 21,904."""
     return f"{value:,.{decimals(value)}f}"
 
 
 def decimals(value: float) -> int:
-    """Digits after the point that make three significant ones."""
+    """Number of digits after the point for three significant digits."""
     return max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
 
 
@@ -84,7 +84,7 @@ def _rate(value: float | None) -> str:
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
-    """A number in a format, or a dash where it isn't known."""
+    """Format a number, or return a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 

@@ -1,8 +1,9 @@
-"""What old runs hold on this machine and in the store, and how it is freed.
+"""List the space that old runs use on this machine and in the store, and free it.
 
-An interrupted deletion leaves a run whole or gone for whoever resumes it. The folder is renamed first. Then manifests
-are deleted, the newest last, and then all else. Only the lease stays, a few hundred bytes. With it a launcher that
-comes back from a long silence finds that it has lost the run, and a new run of that name gets a higher fencing number.
+An interrupted deletion leaves a run either complete or gone for a launcher that resumes it. First the folder is
+renamed. Then the manifests are deleted, the newest last, and then all other objects. Only the lease remains, a few
+hundred bytes. A launcher that was silent for long learns from the lease that it has lost the run. A new run of that
+name gets a higher fencing number.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
 _MANIFEST = re.compile(r"checkpoints/[^/]+/manifest(\.damaged)?\.json")
-_PRUNED = ".pruned-"  # what a folder's name begins with once it is to go; no run id does
-_PATIENCE_S = 5.0  # with a store that fails
+_PRUNED = ".pruned-"  # prefix of a folder that is being deleted; no run id starts with it
+_PATIENCE_S = 5.0  # retries of a failing store
 
 State = Literal["running", "finished", "stopped", "half deleted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRun:
-    """A run, and what it holds."""
+    """A run and the space it uses."""
 
     run_id: str
-    folder: Path  # on this machine, where it may be absent
-    storage: Storage | None  # its part of the store; None: there is no store
+    folder: Path  # on this machine; may be absent
+    storage: Storage | None  # the run's part of the store; None without a store
     state: State
-    changed: float  # when a file or an object of it was written last, in seconds since 1970
+    changed: float  # last write of a file or object, in seconds since 1970
     local_bytes: int  # on this machine
     stored_bytes: int
-    leftover_bytes: int  # of the stored ones, what dead launchers have left
+    leftover_bytes: int  # part of stored_bytes that dead launchers left behind
 
 
 def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
-    """All runs in `state_dir` and in the store of `config`, those that changed last at the end. Raises StorageError."""
+    """All runs in `state_dir` and in the store, least recently changed first. Raises StorageError."""
     url, root = config.storage.url, run_folder(config, "").root
     store = Storage.open(url, config.storage.endpoint_url, _PATIENCE_S) if _may_hold(url) else None
     run_ids = {folder.name for folder in root.iterdir() if folder.is_dir()} if root.is_dir() else set[str]()
@@ -62,7 +63,7 @@ def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
 
 
 def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
-    """Delete all of a run but its lease. Raises ProcessError if it runs, and ConfigError, StorageError, OSError."""
+    """Delete a run except its lease. Raises ProcessError if it runs, ConfigError, StorageError, OSError."""
     if run.state == "half deleted":
         shutil.rmtree(run.folder)
         return
@@ -73,11 +74,11 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
         if run.storage is not None:
             names = run.storage.list()
             last = "/"
-            with suppress(StorageError):  # none is whole
+            with suppress(StorageError):  # no checkpoint is complete
                 last = newest.folder if (newest := checkpoint.newest(run.storage)) else last
             marks = filter(_MANIFEST.fullmatch, names)
             ordered = sorted(marks, key=lambda name: (name.startswith(f"{last}/"), name.endswith("damaged.json")))
-            folders = {"/".join(name.split("/")[:2]) for name in names} - {lease.NAME}  # a later launcher's are others
+            folders = {"/".join(name.split("/")[:2]) for name in names} - {lease.NAME}  # later launchers have others
             for name in (*ordered, *sorted(folders)):
                 confirm()
                 run.storage.delete(name)
@@ -85,8 +86,8 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
 
 
 def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
-    """Delete what dead launchers have left in the store of a run, which can be resumed as before. Raises as `delete`
-    does."""
+    """Delete the objects that dead launchers left in a run's store; the run can still be resumed.
+    Raises the same errors as `delete`."""
     assert run.storage is not None
     had_folder = run.folder.exists()
     with _owned(run, config, log) as (number, confirm):
@@ -100,11 +101,12 @@ def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
 
 @contextmanager
 def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Own the run, whose folder is made if there is none: the fencing number, and a check before each deletion that
-    nobody has taken the run over. Raises ProcessError for a run that somebody has resumed since it was listed."""
+    """Own the run within the `with`; yields the fencing number, and a check to call before each deletion.
+    The check raises if another launcher has taken over the run. Makes the run's folder if there is none. Raises
+    ProcessError for a run that was resumed after it was listed."""
     local = RunDir(run.folder)
     url = own = run.storage.url if run.storage is not None else None
-    with suppress(OSError, ValueError, TypeError):  # no settings lie there, or half of them
+    with suppress(OSError, ValueError, TypeError):  # run.json is missing or incomplete
         url = local.info().checkpoint_url
     if url is not None and url != own and _may_hold(url):
         raise ConfigError(f"{run.run_id}: its store is {url}; name it as storage.url")
@@ -136,7 +138,7 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
     elif FileLock.is_held(local.launcher_lock) or (
         storage is not None and put.get(lease.NAME, 0.0) > time.time() - 2 * lease.held_s(storage)
     ):
-        state = "running"  # here, or on another machine
+        state = "running"  # on this machine or another one
     leftovers: Mapping[str, int] = {}
     if storage is not None and state != "running":
         try:
@@ -148,7 +150,7 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
         folder=local.root,
         storage=storage,
         state=state,
-        changed=_changed(local.root, put) or time.time(),  # a launcher may be about to write its first file
+        changed=_changed(local.root, put) or time.time(),  # no files yet: a launcher may be about to write the first
         local_bytes=sum(file.st_size for file in _files(local.root)),
         stored_bytes=sum(sizes.values()),
         leftover_bytes=sum(leftovers.values()),
@@ -156,19 +158,20 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
 
 
 def _changed(folder: Path, put: Mapping[str, float]) -> float:
-    """When a run was written to last: its lock and its lease apart, which deletions renew; 0.0 where it has nothing."""
+    """Time of the last write to a run; 0.0 for a run without files.
+    Ignores its lock and its lease, which deletions renew."""
     objects = (at for name, at in put.items() if name != lease.NAME)
     return max((*objects, *(file.st_mtime for file in _files(folder))), default=0.0)
 
 
 def _files(folder: Path) -> Iterator[os.stat_result]:
-    """Every file below `folder` but the lock."""
+    """Status of every file below `folder` except the lock."""
     for file in (Path(above, name) for above, _, names in os.walk(folder) for name in names if name != "lock"):
-        with suppress(FileNotFoundError):  # the run runs
+        with suppress(FileNotFoundError):  # a running run may delete files meanwhile
             yield file.lstat()
 
 
 def _may_hold(url: str) -> bool:
-    """Whether there may be something in a store: not in a folder that is absent, which opening it would make."""
+    """Whether a store may hold objects: not if its folder is absent, which opening it would create."""
     folder = store_folder(url)
     return folder is None or folder.is_dir()

@@ -1,8 +1,8 @@
-"""Registration of one machine's generation servers with the controller, and the end of servers that it has lost.
+"""Register one machine's generation servers with the controller, and kill servers that it has lost.
 
-The head node and every remote worker of generation have one of these each. A restarted controller knows no servers: all
-are registered again. A server that the controller has taken out is killed, so that its supervisor starts it again and
-it joins anew: the states of a server are in areal_core.controller.registry.
+The head node and every remote worker of generation run one registration each. A restarted controller knows no servers,
+so all of them are registered again. A server that the controller took out is killed. Its supervisor restarts it, and
+the new process joins. The states of a server are in areal_core.controller.registry.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from areal_core.launch.supervisor import StopSignal
 from areal_core.run.supervision import Supervision
 from areal_core.storage.rundir import RunDir
 
-POLL_S = 1.0  # between two looks at the controller's ready file
-_RESPONSE_S = 10.0  # for a controller that is reachable
-_LEAVE_S = 60.0  # for a server to hand over what it has, and before it for an update that is under way
+POLL_S = 1.0  # between two reads of the controller's ready file
+_RESPONSE_S = 10.0  # response time limit of a reachable controller
+_LEAVE_S = 60.0  # for a server to finish a running update and hand over its completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +39,40 @@ class _Server:
 
 @dataclass(eq=False)
 class ServerRegistration:
-    """Registers the servers of this machine, in a thread (`running`). `server_ready` and `wake` are thread-safe."""
+    """Registers this machine's servers, in a thread (`running`). Thread-safe: `server_ready`, `wake`."""
 
     run_dir: RunDir
     _: KW_ONLY
-    ranks: int  # of the trainer, all ready before the first server joins: RL wall time leaves their start out
+    ranks: int  # trainer ranks; servers join once all are ready, so that RL wall time excludes start-up
     stop: StopSignal
-    stager: str | None = None  # URL of what brings versions onto this machine, where that is needed
+    stager: str | None = None  # URL of the stager, which fetches versions onto a remote machine
     log: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        self._arrivals: queue.SimpleQueue[_Server | None] = queue.SimpleQueue()  # None: look again
+        self._arrivals: queue.SimpleQueue[_Server | None] = queue.SimpleQueue()  # None: check again
         self._ranks_were_ready = False
         self._complaint = ""
         self._leaving = False
 
     def server_ready(self, index: int, info: dict[str, Any]) -> None:
-        """A server has written its ready file. Its supervisor calls this, so that it can't have been reaped yet."""
+        """Add a server that has written its ready file.
+        The server's supervisor calls this, so the process is not reaped before its pidfd is open."""
         self._arrivals.put(_Server(f"generation-{index}", info["url"], os.pidfd_open(info["pid"])))
 
     def wake(self, *_: object) -> None:
-        """Something has changed: the controller or a rank is ready, or `stop` is set."""
+        """Check again now: the controller or a rank is ready, or `stop` is set."""
         self._arrivals.put(None)
 
     def leave(self) -> None:
-        """Have the servers of this machine leave the run, with what they have sampled so far, and set `stop` then. For
-        any thread, and handlers of signals."""
+        """Let the servers of this machine leave the run with their completions so far, then set `stop`.
+        May be called from any thread and from signal handlers."""
         self._leaving = True
         self.wake()
 
     @contextmanager
     def running(self, beside: Supervision, patience_s: float | None = None) -> Iterator[None]:
-        """Register servers in a thread until the end of the `with`, which sets `stop`. The thread is waited for
-        `patience_s` at most: it may be waiting for a controller that is out of reach."""
+        """Register servers in a thread until the end of the `with`, which sets `stop`.
+        Waits at most `patience_s` for the thread, which may be waiting for an unreachable controller."""
         with beside.beside("register", self._run, patience_s=patience_s):
             try:
                 yield
@@ -80,7 +81,7 @@ class ServerRegistration:
                 self.wake()
 
     def _run(self) -> None:
-        servers: dict[str, _Server] = {}  # by name
+        servers: dict[str, _Server] = {}  # server name -> server
         unregistered: set[str] = set()  # names of servers that the controller does not know yet
         controller: dict[str, Any] | None = None
         with closing(ControllerClient(self.run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)) as client:
@@ -96,7 +97,7 @@ class ServerRegistration:
                 now = self.run_dir.ready_info("controller")
                 if now != controller:
                     controller, unregistered = now, set(servers)
-                    client.close()  # its connection is to the one before
+                    client.close()  # the old connection leads to the previous controller
                 if controller is None or not self._ready():
                     continue
                 for lost in self._lost(client, servers.values()):
@@ -108,13 +109,13 @@ class ServerRegistration:
                         unregistered.discard(name)
 
     def _ready(self) -> bool:
-        """Whether every rank has been ready once; one that was restarted since is no reason to wait."""
+        """Whether every rank has been ready once; servers do not wait for a rank that was restarted since."""
         files = (self.run_dir.ready_file("trainer", rank) for rank in range(self.ranks))
         self._ranks_were_ready = self._ranks_were_ready or all(file.exists() for file in files)
         return self._ranks_were_ready
 
     def _lost(self, client: ControllerClient, servers: Iterable[_Server]) -> list[_Server]:
-        """Servers of this machine that the controller has taken out; empty while it can't be reached."""
+        """Servers of this machine that the controller has taken out; empty while it is unreachable."""
         try:
             urls = client.status().lost_servers
         except ArealError:
@@ -122,22 +123,22 @@ class ServerRegistration:
         return [server for server in servers if server.url in urls]
 
     def _kill(self, server: _Server) -> None:
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # the server has already exited
             signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
             self.log(f"the generation server at {server.url} was taken out by the controller: killed")
 
     def _register(self, client: ControllerClient, server: _Server) -> bool:
-        """Whether the server has joined; the wait for a slow one must not delay the end of lost ones."""
+        """Whether the server has joined. The wait is short: a slow server must not delay killing lost ones."""
         try:
             return client.register(server.name, server.url, timeout_s=POLL_S, stager=self.stager)
-        except ArealError as error:  # the controller is being restarted, or the server has died meanwhile
+        except ArealError as error:  # the controller is restarting, or the server has died
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 self.log(f"{server.name} is not at work yet: {error}")
             return False
 
     def _leave(self, names: Iterable[str]) -> None:
-        """Each waits for what the servers are busy with, an update for instance: all of them at once."""
+        """Let all servers leave at the same time, as each may first wait for an update to end."""
         with ThreadPoolExecutor(max(1, len(servers := list(names))), "leave") as threads:
             list(threads.map(self._leave_one, servers))
 

@@ -1,4 +1,4 @@
-"""`python -m areal_core.run.remote_worker`: runs a role of a run, or a share of one, on another machine.
+"""`python -m areal_core.run.remote_worker`: run a role, or a share of one, on another machine.
 
     generation   generation servers, which listen on this machine's address and join the run's controller
     trainer      this machine's share of the ranks, under torchrun
@@ -6,9 +6,10 @@
 
 The head node's configuration leaves the first two to remote workers (`launch.remote_roles`). This machine keeps a copy
 of the run's folder, which the head node's data server fills. This command may be started first: it waits for the run.
-It exits with 0 once the run has ended in order, or once it has left the run (SIGUSR1: its servers hand over what they
-have). It exits with 1 and one line if the run ended otherwise or the restart budget is spent. Other exit statuses are
-those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
+At SIGUSR1 the machine leaves the run: its servers hand over their completions. The command exits with 0 once the run
+has ended in order, or once the machine has left the run. It exits with 1 and one line if the run ended otherwise or the
+restart budget is spent. Other exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in any
+thread.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 class RemoteWorker:
-    """This machine's share of a run. `leave` may be called from any thread, and by handlers of signals."""
+    """This machine's share of a run. `leave` may be called from any thread and from signal handlers."""
 
     def __init__(self, share: Share, folder: CopiedFolder, address: str, *, log: Callable[[str], None] = print) -> None:
-        """`address` is this machine's. Raises ConfigError where no network interface has it."""
+        """`address` is this machine's. Raises ConfigError if no network interface has the address."""
         interface(address)
         self._share = share
         self._folder = folder
@@ -65,15 +66,16 @@ class RemoteWorker:
         self._forward = self._log = log
         self._stop = StopSignal()
         self._registration: ServerRegistration | None = None
-        self._left: str | None = None  # why this machine leaves the run
-        self._supervision: Supervision | None = None  # once the run is found
+        self._left: str | None = None  # why this machine leaves the run; None while it takes part
+        self._supervision: Supervision | None = None  # None until the run is found
 
     def work(self, wait_s: float = 600.0) -> Literal["ended", "left"]:
-        """Wait `wait_s` for the run, take the share over, and block until the run has ended in order, or this machine
-        has left it. No process is left here.
+        """Run this machine's share until the run has ended in order, or until this machine has left the run.
 
-        Raises ConfigError and others for what can't be taken over; RunLostError when the run ended without a summary,
-        or can't be reached, ProcessError when a process here has no restart left.
+        Waits at most `wait_s` seconds for the run to start. All processes started here have ended on return.
+
+        Raises ConfigError and others for a share that can't be taken over. Raises RunLostError if the run ended without
+        a summary or can't be reached. Raises ProcessError if a process here has no restart left.
         """
         try:
             self._work(wait_s)
@@ -87,7 +89,7 @@ class RemoteWorker:
         return "ended" if self._left is None else "left"
 
     def leave(self, reason: str) -> None:
-        """Have generation servers here leave the run, which keeps what they have sampled, and `work` return."""
+        """Let this machine's servers leave the run, which keeps their completions; `work` then returns."""
         self._left = reason
         if self._registration is not None:
             self._registration.leave()
@@ -111,10 +113,10 @@ class RemoteWorker:
             log=lambda line: self._log(line),
             forward=self._forward,
             end=self._stop.set,
-            counts=lambda _: not self._is_leaving,  # else a consequence
+            counts=lambda _: not self._is_leaving,  # errors after leaving are consequences of it
         )
         with self._folder.taken(share, config, self._address, beside=roles, stop=self._stop) as place:
-            # To a file of this command's from now on: a run may have several remote workers.
+            # Log to a file of this command's own from now on:
             file = place.run.log_file(share.journal, share.first)
             self._log = Journal(file, f"{share.journal}-{share.first}", self._forward)
             with roles.beside("watch", lambda: self._watch(place)):
@@ -133,7 +135,7 @@ class RemoteWorker:
         return remote_rewards(place.run, first=its.start, count=len(its))
 
     def _generate(self, roles: Supervision, place: Place, config: RunConfig, share: Share) -> None:
-        """Servers are registered with the run's current controller, and started again when it has lost them."""
+        """Run the generation servers, register them with the current controller, and restart the lost ones."""
         first, count = share.first, len(share.indices)
         spec = generation(place.run, config, address=self._address, first=first, count=count)
         known = self._registration = ServerRegistration(
@@ -158,7 +160,7 @@ class RemoteWorker:
 
 
 def _check_address(config: RunConfig, address: str) -> None:
-    """The head node, and ranks and servers here, must reach each other. Raises ConfigError."""
+    """Check that the head node, and ranks and servers here, can reach each other. Raises ConfigError."""
     head_node, here_alone = config.launch.address, ip_address(address).is_loopback
     if ip_address(head_node).is_loopback and not here_alone:
         raise ConfigError(

@@ -1,11 +1,10 @@
-"""How the processes of a run are started: on the head node, and by remote workers.
+"""Command lines and environments of a run's processes, on the head node and on remote workers.
 
-role_specs          every role, on the head node. Where several machines train, `rendezvous` is where their agents
-                    meet, and `node` is the head node's own. `evaluation` are the generation servers of the evaluator's
-                    own; `files` is the data server, for other machines
-generation          generation servers, here or of a remote worker
-training_node       one machine's share of the ranks, under torchrun
-remote_rewards      reward workers of a remote worker, in one process
+role_specs          all roles of the head node. `rendezvous` is the meeting point of the torchrun agents if several
+                    machines train; `node` is the head node's own agent. `evaluation` are the evaluator's own
+                    generation servers. `files` is the data server for other machines
+generation          generation servers, here or of a remote worker training_node       one machine's share of the ranks,
+under torchrun remote_rewards      reward workers of a remote worker, in one process
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ from areal_core.launch.supervisor import RoleSpec
 from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
-_GENERATION_NICE = 10  # of servers where ranks want the same cores: a tenth of a core beside a rank that trains
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
+_GENERATION_NICE = 10  # nice value of servers that share cores with ranks: about a tenth of a core beside a busy rank
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppresses a warning for every address without a host name
 
 
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
-    """The processes of the head node. `cores` are those that this process may use."""
+    """The process specification of every role of the head node, by role name.
+    `cores` are the CPU cores that this process may use."""
     servers, ranks, per_server = config.generation_servers, config.trainer_processes, config.devices_per_server
-    # Generation and training are bound to `launch.devices` cores, in either mode; other roles are not.
+    # In both modes, generation and training are pinned to `launch.devices` cores; other roles are not.
     on_cores = config.launch.accelerator == "cpu" and not config.emulated
     allowed = frozenset(cores[: config.launch.devices]) if on_cores else None
 
@@ -77,7 +77,8 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
 
 
 def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, after: int = 0) -> RoleSpec:
-    """The agent of torchrun for one machine's share of the ranks; on GPUs, on those `after` the ones of its servers."""
+    """The torchrun agent of one machine's share of the ranks.
+    On GPUs, the ranks use the GPUs after the first `after` ones, which belong to generation servers."""
 
     def environment(_: int) -> dict[str, str]:
         name = interface(address)
@@ -99,22 +100,22 @@ def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, af
 
 
 def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
-    """The host of `count` reward workers of this machine, in the run's places from `first` on."""
+    """The process that hosts `count` reward workers of this machine, numbered from `first`."""
     where = ("--run-dir", run.root, "--first", first, "--workers", count)
     argv = python("areal_core.rewards.host", *where)
     return RoleSpec(name="rewards", argv=lambda _: argv, first=first, final=SPENT, exits=False)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has it; all of the machine's where it is unset."""
+    """The GPUs that this process may use: those in CUDA_VISIBLE_DEVICES, or all GPUs if it is unset."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
     return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def interpreter(path: str | None) -> str:
-    """The Python that runs vLLM: a path, from the working directory, or this one."""
-    return sys.executable if path is None else os.path.abspath(path)  # not resolved: a venv's is a link
+    """The Python interpreter that runs vLLM: `path`, relative to the working directory, or this one."""
+    return sys.executable if path is None else os.path.abspath(path)  # keep symlinks: a venv's is one
 
 
 def python(module: str, *arguments: Any) -> list[str]:
@@ -123,14 +124,14 @@ def python(module: str, *arguments: Any) -> list[str]:
 
 
 def interface(address: str) -> str:
-    """The network interface of this machine that has `address`. Raises ConfigError."""
+    """The network interface of this machine that has `address`. Raises ConfigError if there is none."""
     if (name := interface_of(address)) is None:
         raise ConfigError(f"--address: no network interface of this machine has {address}")
     return name
 
 
 def interface_of(address: str) -> str | None:
-    """The same; None where no interface has it."""
+    """The network interface of this machine that has `address`, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)):
             return name
@@ -140,7 +141,7 @@ def interface_of(address: str) -> str | None:
 def generation(
     run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None = None
 ) -> RoleSpec:
-    """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
+    """`count` generation servers of this machine, numbered from `first`, that listen on `address`."""
     settings, per_server = config.generation, config.devices_per_server
     where = ("--host", address, "--slots", settings.slots)
     return RoleSpec(
@@ -159,8 +160,8 @@ def generation(
 
 
 def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
-    """The evaluator's own servers; on GPUs, on those `after` the ones of servers and ranks. Whatever they have in a
-    batch, a version's scores are the same."""
+    """The evaluator's own servers; on GPUs, they use the GPUs after the first `after` ones.
+    The scores of a version do not depend on how the servers batch requests."""
     its, where = config.evaluation, ("--host", LOOPBACK, "--slots", config.evaluation.slots)
     per_server = config.evaluation_devices // max(1, config.evaluation_servers)
     return RoleSpec(
@@ -177,7 +178,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
 def _server(
     run: RunDir, config: RunConfig, role: str, index: int, engine: str, device: str, *options: Any
 ) -> list[str]:
-    """The command line of a generation server: of the base model, in the lengths of the tasks."""
+    """The command line of a generation server for the base model, with the context length of the tasks."""
     served = (
         *("--model", run.info().model_path, "--port", 0, "--token-file", run.token_file),
         *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
@@ -205,20 +206,20 @@ def _server(
 
 
 def _rank(config: RunConfig, index: int) -> dict[str, str]:
-    """The environment that torchrun would give a rank; the rendezvous of ranks on one machine is a file, and they talk
-    over its loopback."""
+    """The environment that torchrun would give a rank of this machine.
+    Ranks on one machine meet through a file and communicate over the loopback interface."""
     ranks = config.trainer_processes
     return {
         "RANK": str(index),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(index if config.launch.accelerator == "cpu" else 0),  # of the GPUs that it sees
+        "LOCAL_RANK": str(index if config.launch.accelerator == "cpu" else 0),  # among its visible GPUs
         "LOCAL_WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
     }
 
 
 def _gpus(config: RunConfig, first: int, count: int) -> dict[str, str]:
-    """The environment of a process that uses these GPUs of this machine, and no others."""
+    """Environment that restricts a process to `count` GPUs of this machine, from index `first`."""
     if config.launch.accelerator == "cpu" or not count:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + count])}

@@ -1,6 +1,6 @@
-"""Supervision of the roles that one machine runs: the launcher and remote workers have one each.
+"""Supervise the roles of one machine: the launcher and every remote worker have one Supervision each.
 
-Every role has a thread, and so has whatever watches them. The first error is kept as the failure of all, and ends them.
+Each role has a thread, and so does each watcher. The first error is kept as the failure of all roles, and stops them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Supervision:
         end: Callable[[], None],
         counts: Callable[[BaseException], bool] = lambda error: True,
     ) -> None:
-        """`log` is told what happens to processes, `forward` what they log. `end` ends all roles after a failure;
-        an error is one unless `counts` says no."""
+        """`log` receives events of processes, `forward` receives the log lines of the processes themselves.
+        `end` stops all roles after a failure. `counts` says whether an error is a failure."""
         self.failure: BaseException | None = None
         self._run_dir, self._launch = run_dir, launch
         self._log, self._forward = log, forward
@@ -47,8 +47,8 @@ class Supervision:
         *,
         locks: tuple[int, ...] = (),
     ) -> None:
-        """Supervise the processes of a role until they have ended or `stop` is set; they inherit `locks`. Raises
-        ProcessError when one of them has no restart left."""
+        """Supervise the processes of a role until they have ended or `stop` is set; they inherit `locks`.
+        Raises ProcessError when one of them has no restart left."""
         supervisor = Supervisor(
             self._run_dir,
             spec,
@@ -67,8 +67,8 @@ class Supervision:
     def beside(
         self, name: str, work: Callable[[], None], *, patience_s: float | None = None
     ) -> Iterator[threading.Thread]:
-        """Do `work` in a thread meanwhile, and wait for it then, `patience_s` at most. An error within the `with` is a
-        failure, too, so that it ends the thread."""
+        """Run `work` in a thread during the `with`, then wait for the thread, at most `patience_s` seconds.
+        An error within the `with` is also a failure, so that it stops the thread."""
         thread = threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
         thread.start()
         try:
@@ -80,7 +80,7 @@ class Supervision:
             thread.join(patience_s)
 
     def guarded(self, work: Callable[[], None]) -> None:
-        """Do `work`, in a thread of this process: its error is a failure."""
+        """Run `work` in the calling thread and record its error as a failure."""
         try:
             work()
         except OSError as error:
@@ -92,7 +92,7 @@ class Supervision:
                 raise
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first failure, and end all roles."""
+        """Keep the first failure, and stop all roles."""
         with self._state:
             if self.failure is not None or not self._counts(error):
                 return
@@ -100,7 +100,7 @@ class Supervision:
         self._end()
 
     def explain(self) -> None:
-        """Have processes that are stopped from now on leave their stacks in their logs."""
+        """From now on, make stopped processes write their stacks to their logs."""
         with self._state:
             for supervisor in self._supervisors:
                 supervisor.explains = True

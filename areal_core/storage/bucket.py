@@ -1,8 +1,9 @@
-"""Objects of an S3 bucket. The only user of fsspec and s3fs; dear to import.
+"""Object store in an S3 bucket. The only user of fsspec and s3fs, which take long to import.
 
-Each request is repeated by itself (`Attempt`); botocore and s3fs repeat none. So a transfer repeats only the parts that
-failed, however long the server was away. s3fs would repeat whole files, and would read an object that is replaced
-meanwhile half and half. Objects carry a checksum of ours, as radosgw and others store none of botocore's.
+Each request is retried by itself (`Attempt`); the retries of botocore and s3fs are off. So a transfer repeats only the
+parts that failed, even after a long server outage. s3fs would repeat whole files. It would also mix two contents of an
+object that is replaced during the read. Each object stores its CRC-32 in its metadata, because radosgw and other
+servers do not store botocore's checksums.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from areal_core.storage import folder
 from areal_core.storage.patience import Attempt
 
 T = TypeVar("T")
-PART_BYTES = 8 * 2**20  # at most twice so much of a file is in memory, times _PARALLEL
-_PARALLEL = 8  # parts on their way
-_MOST_PARTS = 10_000  # that S3 takes of one object
-_MOST_DELETED = 1000  # in one request
-_READS = 3  # of an object that is replaced while it is read, or comes damaged
-_OPEN_S = 5.0  # for each request: a wrong endpoint is found before a run starts; a live one responds sooner
+PART_BYTES = 8 * 2**20  # at most 2 * PART_BYTES * _PARALLEL of a file are in memory
+_PARALLEL = 8  # parts in transfer at once
+_MOST_PARTS = 10_000  # S3's limit per object
+_MOST_DELETED = 1000  # S3's limit per request
+_READS = 3  # tries to read an object that is replaced meanwhile, or arrives damaged
+_OPEN_S = 5.0  # per request: finds a wrong endpoint before a run starts; a live one responds sooner
 _REQUEST_S = 300.0
-_CRC = "crc32"  # in an object's metadata
+_CRC = "crc32"  # key in an object's metadata
 _OPTIONS: dict[str, Any] = {
     "use_listings_cache": False,
     "skip_instance_cache": True,
@@ -53,7 +54,7 @@ _PASSING = (
     ConnectionError,
     HTTPClientError,
     IncompleteReadError,
-    ResponseParserError,  # of a proxy's page in the place of a response
+    ResponseParserError,  # a proxy's page instead of a response
     CredentialRetrievalError,
     MetadataRetrievalError,
     aiohttp.ClientError,
@@ -75,16 +76,16 @@ _PASSING_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     )
 )
-_CHANGED = ("PreconditionFailed", "412", "NoSuchKey", "404")  # the object is another one, or gone
+_CHANGED = ("PreconditionFailed", "412", "NoSuchKey", "404")  # the object was replaced or deleted
 _CREDENTIALS = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken")
 
 
 class Bucket:
-    """Paths are bucket/key. `endpoint_url` is that of a server other than Amazon's."""
+    """S3 backend of `Storage`; paths are bucket/key. `endpoint_url` is for servers other than Amazon's."""
 
     errors: tuple[type[Exception], ...] = (
         OSError,
-        ValueError,  # an endpoint that is no URL
+        ValueError,  # an endpoint that is not a URL
         BotoCoreError,
         ClientError,
         ResponseParserError,
@@ -97,7 +98,7 @@ class Bucket:
         self._request_s = _OPEN_S
 
     def opened(self) -> None:
-        """From now on a request may take as long as a slow server needs."""
+        """Allow slow servers more time per request from now on."""
         self._request_s = _REQUEST_S
 
     def transient(self, error: Exception) -> bool:
@@ -110,7 +111,7 @@ class Bucket:
 
     def reason(self, error: Exception) -> str:
         if response := _response(error):
-            code, message = _code(error), response["Error"].get("Message")  # which radosgw leaves out
+            code, message = _code(error), response["Error"].get("Message")  # radosgw sends none
             if code in ("NoSuchKey", "404"):
                 return "it does not exist"
             if code in _CREDENTIALS:
@@ -123,13 +124,13 @@ class Bucket:
         return " ".join(str(error).split()) or type(error).__name__
 
     def make(self, bucket: str) -> None:
-        """Make the bucket if it is absent."""
+        """Create the bucket if it does not exist."""
         try:
             self._call("head_bucket", bucket)
         except PermissionError:
-            pass  # some may write to a bucket that they may not look at: the probe will tell
+            pass  # some credentials allow writes but no look-up: the probe decides
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):  # somebody else has made it
+            with contextlib.suppress(FileExistsError):  # another process has created it
                 self._call("create_bucket", bucket)
 
     def put_file(self, local: Path, path: str, attempt: Attempt) -> None:
@@ -143,7 +144,7 @@ class Bucket:
         self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
 
     def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
-        """None where the object has another mark, which is its ETag."""
+        """Replace the object whose ETag is `mark`; returns the new mark, or None if the ETag differs."""
         condition = {"IfNoneMatch": "*"} if mark is None else {"IfMatch": mark}
         try:
             put = self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))}, **condition)
@@ -154,7 +155,7 @@ class Bucket:
         return _mark(put)
 
     def get_marked(self, path: str) -> tuple[bytes, str]:
-        """As it is: whoever puts over it may put it right."""
+        """An object and its mark, without a checksum test, so that a damaged object can be replaced."""
         response, data = self._read(path)
         return data, _mark(response)
 
@@ -175,7 +176,7 @@ class Bucket:
         try:
             return self._read(path, Range=f"bytes={start}-{stop - 1}")[1]
         except OSError as error:
-            if _code(error) != "InvalidRange":  # it ends before
+            if _code(error) != "InvalidRange":  # the object ends before `start`
                 raise
             return b""
 
@@ -212,7 +213,7 @@ class Bucket:
             parts = {"Parts": _parallel(send, range(1, -(-size // length) + 1))}
             attempt(lambda: self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload=parts))
         except BaseException:
-            with contextlib.suppress(*self.errors):  # nobody sees the parts; they only take space
+            with contextlib.suppress(*self.errors):  # leftover parts are invisible and only take space
                 self._call("abort_multipart_upload", path, UploadId=upload)
             raise
 
@@ -234,7 +235,7 @@ class Bucket:
         return self._fs.call_s3(method, **self._place(path), **arguments, timeout=self._request_s)
 
     def _read(self, path: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
-        """The response to a get_object, and its whole body."""
+        """The response to a get_object request, and its complete body."""
 
         async def read() -> tuple[dict[str, Any], bytes]:
             response = await self._fs._call_s3("get_object", **self._place(path), **arguments)
@@ -252,7 +253,7 @@ class Bucket:
 
 
 def _response(error: Exception) -> dict[str, Any] | None:
-    """The server's response behind an error of botocore, or one that s3fs has made of it; None where there is none."""
+    """The server's response behind an error of botocore or s3fs; None if there is none."""
     return getattr(error, "response", None) or getattr(error.__cause__, "response", None)
 
 
@@ -262,12 +263,12 @@ def _code(error: Exception) -> str:
 
 
 def _mark(response: dict[str, Any]) -> str:
-    """Without its quotes: S3 takes it either way, older radosgw only so."""
+    """An ETag without its quotes: S3 accepts both forms, older radosgw only this one."""
     return response["ETag"].strip('"')
 
 
 def _whole(read: Callable[[], T]) -> T:
-    """What `read` gives: again where the object was replaced meanwhile, or may have been damaged on its way."""
+    """Call `read`, and repeat it if the object was replaced meanwhile, or arrived damaged."""
     for _ in range(_READS - 1):
         try:
             return read()
@@ -278,7 +279,7 @@ def _whole(read: Callable[[], T]) -> T:
 
 
 def _parallel(work: Callable[[int], T], items: Iterable[int]) -> list[T]:
-    """The results of `work`, in the order of `items`; the first failure ends what has not begun."""
+    """Results of `work`, in the order of `items`; the first failure cancels items that have not started."""
     pool = ThreadPoolExecutor(_PARALLEL, "transfer")
     try:
         return list(pool.map(work, items))
@@ -294,7 +295,7 @@ def _write(descriptor: int, data: bytes, start: int) -> None:
 
 
 def _checksum(local: Path) -> tuple[int, str]:
-    """Size and CRC-32 of a file."""
+    """Size in bytes and CRC-32 of a file."""
     size = crc = 0
     with local.open("rb") as file:
         while block := file.read(2**20):
@@ -307,8 +308,8 @@ def _hex(crc: int) -> str:
 
 
 def _check(response: dict[str, Any], found: str) -> None:
-    """Raises OSError for an object whose checksum is not the one that it was put with; others may have put it with
-    none."""
+    """Raise OSError if the checksum of an object differs from the one it was stored with.
+    Objects of other programs may have no checksum."""
     wanted = response["Metadata"].get(_CRC, found)
     if found != wanted:
         raise OSError(errno.EBADMSG, f"it is damaged: its CRC-32 is {found}, it was put with {wanted}")

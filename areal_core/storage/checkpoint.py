@@ -1,22 +1,22 @@
-"""Consistent snapshots of a run in its store, each a folder with `manifest.json` put last:
+"""Checkpoints of a run in its store, each a folder whose `manifest.json` is written last.
 
     checkpoints/step-000010.2/...        of step 10, by the launcher with the fencing number 2 (storage/lease.py)
-    payloads/2/000001-000007.bin         put by that launcher, shared by its checkpoints, and written once
+    payloads/2/000001-000007.bin         written once by that launcher, shared by its checkpoints
 
-A checkpoint exists once its manifest does. The manifest holds size and hash of every file, so a snapshot that was cut
-short at any point is never taken for one; one whose files turn out to be others is marked, and an older one taken.
-Where a checkpoint was committed and none is whole, nobody begins the run anew: that would hide the loss.
+A checkpoint exists once its manifest does. The manifest holds size and hash of every file, so an interrupted checkpoint
+is never used. A checkpoint with damaged files is marked, and an older one is used. If checkpoints were committed and
+none is complete, the run does not start anew: that would hide the loss.
 
-Writes and deletes are fenced by names, as time passes between a look at the lease and what follows it. A launcher that
-has lost its run unawares may go on at any point:
+Names fence writes and deletes, because a check of the lease is outdated by the time of the write. A launcher may have
+lost its run without noticing, and may continue at any point:
 
-- Every name has the number of the launcher that put the object, and a checkpoint refers to objects of its own number
-  alone. So nobody writes to, or deletes, what the checkpoints of a later launcher need.
-- A launcher deletes objects of its own number and, once it has committed a checkpoint, what that one's manifest lists
-  as superseded: folders of earlier launchers. Those of their checkpoints that it still keeps stay.
-- What nobody lists stays until `leftovers` is asked for it, by who holds the lease (`make prune`).
+- Every name has the number of the launcher that wrote the object. A checkpoint refers only to objects of its own
+  number. So no launcher overwrites or deletes objects that checkpoints of a later launcher need.
+- A launcher deletes objects of its own number. Once it has committed a checkpoint, it also deletes the folders of
+  earlier launchers that its manifest lists as superseded, except for checkpoints that it still keeps.
+- Unlisted objects stay until the holder of the lease deletes the `leftovers` (`make prune`).
 
-Files only: no torch, and nothing about what the files mean.
+This module handles files only: it needs no torch and ignores their contents.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from areal_core.storage import durable
 from areal_core.storage.objects import DamagedError, MissingError, Storage
 from areal_core.types import FORMAT
 
-WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
-OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
-PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
-VERSION = "version_digest"  # in a manifest's `extra`: the hash of the version that its state makes
-BASE = "base_digest"  # likewise: that of the base model to which its weights are an adapter; null for whole weights
+WEIGHTS = "weights.safetensors"  # the policy's weights in the layout of the training engine
+OPTIMIZER = "optimizer.safetensors"  # all other arrays of the training engine
+PAYLOADS = "payloads"  # folder of files that checkpoints share: the training data of the ledger's groups
+VERSION = "version_digest"  # in a manifest's `extra`: the hash of the policy version that the checkpoint makes
+BASE = "base_digest"  # likewise: hash of the base model of an adapter; null if all weights are trained
 PROMPTS = "prompts"  # likewise: digests of the run's prompts, by the setting of their file
-BLOCK_BYTES = 8 * 2**20  # that have a checksum of their own, so that parts of a file can be read alone
+BLOCK_BYTES = 8 * 2**20  # bytes per CRC-32, so that parts of a file can be verified alone
 _ROOT = "checkpoints"
 _LEDGER = "ledger-"
 _MANIFEST = "manifest.json"
-_SEAL = "sha256"  # in a manifest: of all else in it
+_SEAL = "sha256"  # in a manifest: hash of all its other fields
 _SET_ASIDE = "manifest.damaged.json"
 _FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,18}})\.(\d{{1,9}})/")
 _OWNED = re.compile(rf"(?:{_ROOT}/step-\d{{6,18}}\.|{PAYLOADS}/)(\d{{1,9}})(?=/)")
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file inside the checkpoint's folder
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """What a manifest says of one file."""
+    """A file in a manifest: its size in bytes and its hashes."""
 
     bytes: int
     sha256: str
-    crc32: list[int]  # of every BLOCK_BYTES of it, in their order
+    crc32: list[int]  # one per block of BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +72,20 @@ class CheckpointInfo:
     """A complete checkpoint."""
 
     step: int
-    number: int  # fencing number of the launcher whose run wrote it
+    number: int  # fencing number of the launcher that wrote it
     files: dict[str, FileEntry]  # by name below `folder`
     shared: dict[str, FileEntry]  # by name in the run's store
-    superseded: list[str]  # folders of earlier launchers, which this one's may delete
-    extra: dict[str, Any]  # what `save` was given
+    superseded: list[str]  # folders of earlier launchers that this launcher may delete
+    extra: dict[str, Any]  # the argument of `save`
 
     @property
     def folder(self) -> str:
-        """Its name in the run's store."""
+        """The checkpoint's folder in the run's store."""
         return folder_name(self.step, self.number)
 
     @property
     def ledger(self) -> str:
-        """The name of the controller's snapshot. Raises KeyError where there is none."""
+        """File name of the ledger snapshot. Raises KeyError if there is none."""
         for name in self.files:
             if name.startswith(_LEDGER):
                 return name
@@ -93,22 +93,22 @@ class CheckpointInfo:
 
 
 def ledger_name(unique: str) -> str:
-    """The name of a snapshot of the ledger."""
+    """File name of a ledger snapshot."""
     return f"{_LEDGER}{unique}.sqlite"
 
 
 def folder_name(step: int, number: int) -> str:
-    """Where the checkpoint of `step` lives in the run's store; other processes may put files of it there before."""
+    """Folder of the checkpoint of `step` in the run's store; other processes may upload files to it first."""
     return f"{_ROOT}/step-{step:06d}.{number}"
 
 
 def payload_name(segment: str, number: int) -> str:
-    """The name of a segment's file in the run's store."""
+    """Name of a payload segment's file in the run's store."""
     return f"{PAYLOADS}/{number}/{segment}"
 
 
 def highest_number(storage: Storage) -> int:
-    """The highest number of a launcher in the names of a run's store; 0 where there is none."""
+    """The highest fencing number in the names of a run's store; 0 for an empty store."""
     return max((number for number, _ in _owners(_sizes(storage))), default=0)
 
 
@@ -124,12 +124,13 @@ def save(
 ) -> None:
     """Upload `files` (name in the checkpoint -> local file) and commit the checkpoint of `step`.
 
-    `uploaded` are files that another process has put into the folder already, `shared` those that it has put elsewhere
-    in the store; the manifest vouches for them too. Raises StorageError, and then the checkpoint does not exist.
+    `uploaded` are files that other processes have already put into the checkpoint's folder. `shared` are files that
+    they have put elsewhere in the store. The manifest lists both. Raises StorageError, and then the checkpoint does not
+    exist.
     """
     target = storage.child(folder_name(step, number))
-    if {_MANIFEST, _SET_ASIDE} & target.sizes().keys():  # of the same step, by an earlier trainer
-        target.put_bytes(_MANIFEST, _text({"replaced": True}))  # which still tells that there was one
+    if {_MANIFEST, _SET_ASIDE} & target.sizes().keys():  # an earlier trainer process wrote a checkpoint of this step
+        target.put_bytes(_MANIFEST, _text({"replaced": True}))  # keeps the fact that a checkpoint existed
         target.delete(_SET_ASIDE)
     entries = dict(uploaded or {})
     for name, path in files.items():
@@ -147,7 +148,7 @@ def save(
 
 
 def describe(path: Path) -> FileEntry:
-    """Size and hash of a local file. Raises StorageError when it can't be read."""
+    """Size and hashes of a local file. Raises StorageError if the file can't be read."""
     digest, crc32 = hashlib.sha256(), list[int]()
     try:
         with path.open("rb") as file:
@@ -160,8 +161,9 @@ def describe(path: Path) -> FileEntry:
 
 
 def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | None:
-    """The newest complete checkpoint, of step `last` at most; broken ones are skipped with a line in the log. None
-    before the first one. Raises StorageError for one of another format, and where there were some and none is left."""
+    """The newest complete checkpoint, at most of step `last`; None if no checkpoint was ever written.
+    Skips incomplete checkpoints with a log line. Raises StorageError for a checkpoint of another format, and if
+    checkpoints were written and none is complete."""
     later, sizes = False, _sizes(storage)
     for info in _complete(storage, sizes):
         if last is None or info.step <= last:
@@ -176,7 +178,7 @@ def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | Non
 
 
 def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
-    """The complete checkpoint of a step by one launcher. Raises StorageError when there is none."""
+    """The complete checkpoint of a step by one launcher. Raises StorageError if there is none."""
     for info in _complete(storage, _sizes(storage)):
         if (info.step, info.number) == (step, number):
             return info
@@ -186,8 +188,8 @@ def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
 def fetch(
     storage: Storage, info: CheckpointInfo, folder: Path, names: Collection[str] | None = None
 ) -> dict[str, Path]:
-    """Download a checkpoint's files, or those that `names` has, to `folder`. Raises DamagedError when one is not what
-    the manifest says."""
+    """Download files of a checkpoint to `folder`: all, or those in `names`.
+    Raises DamagedError if a file differs from its manifest entry."""
     source = storage.child(info.folder)
     return {
         name: _fetched(source, name, folder / name, entry)
@@ -197,8 +199,8 @@ def fetch(
 
 
 def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
-    """Download what a checkpoint shares with others to `folder`, unless it is there; it outlives the machine. Raises as
-    `fetch`."""
+    """Download the shared files of a checkpoint to `folder`, unless present, and sync them to disk.
+    Raises the same errors as `fetch`."""
     for name, entry in info.shared.items():
         file = folder / name.rpartition("/")[2]
         if not file.exists() or describe(file) != entry:
@@ -207,8 +209,8 @@ def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
 
 
 def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple[CheckpointInfo, T] | None:
-    """The newest checkpoint that is what its manifest says, and what `fetched` makes of it. Those for which that raises
-    DamagedError are set aside. None and errors as of `newest`."""
+    """The newest undamaged checkpoint, and the result of `fetched` for it; None as for `newest`.
+    Sets aside each checkpoint for which `fetched` raises DamagedError. Raises the same errors as `newest`."""
     sizes = _sizes(storage)
     for info in _complete(storage, sizes):
         try:
@@ -219,7 +221,7 @@ def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple
 
 
 def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
-    """A checkpoint is damaged: nobody takes it again, unless its launcher puts another in its place."""
+    """Mark a checkpoint as damaged, so that it is not used again unless its launcher replaces it."""
     _log.warning("%s; it is set aside, and an older one is taken", reason)
     storage.child(info.folder).put_bytes(_SET_ASIDE, _text({"reason": reason}))
 
@@ -231,12 +233,12 @@ def prune(
     number: int = 0,
     in_use: Collection[str] = (),
 ) -> int:
-    """Delete all but the newest `keep` complete checkpoints, and the broken ones older than the newest complete one;
-    then what no checkpoint shares, but for the names `in_use`.
+    """Delete old checkpoints except the newest `keep` complete ones, then unreferenced shared files.
 
-    Only what the launcher with this `number` may delete (see above); a broken one that is newer may be on its way to
-    completion and stays. Returns the step of the oldest one among the newest `keep`; 0 where the newest is none of this
-    launcher's.
+    Also deletes incomplete checkpoints older than the newest complete one. Newer incomplete ones may still be in
+    progress, and stay. Shared files in `in_use` stay. Deletes only objects that the launcher with this `number` may
+    delete (see above). Returns the oldest step among the newest `keep` checkpoints, or 0 if the newest checkpoint is
+    not this launcher's.
     """
     complete = list(_complete(storage, _sizes(storage)))
     if not complete or complete[0].number != number:
@@ -247,7 +249,7 @@ def prune(
         folder = folder_name(found[1], found[0])
         its_own = found[0] == number and found < (number, own.step)
         if (its_own or folder in own.superseded) and folder not in kept:
-            storage.delete(f"{folder}/{_MANIFEST}")  # first: half a checkpoint must not look like one
+            storage.delete(f"{folder}/{_MANIFEST}")  # first, so that a partly deleted checkpoint has no manifest
             storage.delete(folder)
     shared = {name for info in kept.values() for name in info.shared}
     for name in storage.sizes(PAYLOADS):
@@ -258,8 +260,9 @@ def prune(
 
 
 def leftovers(storage: Storage, number: int) -> dict[str, int]:
-    """What launchers with a number below this one have left and no complete checkpoint names: bytes by name. For who
-    holds the lease under this number. Nothing where no checkpoint is complete: a broken one may be all that is left."""
+    """Objects of launchers with a number below `number` that no complete checkpoint names: bytes by name.
+    Only the holder of the lease with this number may call this. Empty if no checkpoint is complete, because a damaged
+    one may be the only copy left."""
     named: set[str] = set()
     for info in _complete(storage, _sizes(storage)):
         named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
@@ -282,11 +285,9 @@ def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:
 def _complete(
     storage: Storage, sizes: Mapping[str, int], gone: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[CheckpointInfo]:
-    """Complete checkpoints of a listing, the newest first: those of a later launcher before those of an earlier one.
-
-    Where one goes before it was read, and none that is newer had been given, there are newer ones now: all are looked
-    for anew, but for what is `gone`.
-    """
+    """Complete checkpoints of a listing, newest first: first by fencing number, then by step.
+    If a checkpoint disappears before it is read and none was yielded yet, there are newer ones by now. Then the store
+    is listed again, and the checkpoints in `gone` are skipped."""
     given = False
     for number, step in _folders(sizes):
         if (number, step) in gone:
@@ -316,8 +317,8 @@ def _complete(
 
 
 def _refuse_unless_new(storage: Storage, sizes: Mapping[str, int]) -> None:
-    """No checkpoint of a listing can be had: raises StorageError unless there never was one. It judges the listing that
-    was searched: in a newer one, a checkpoint that was written meanwhile would be taken for a broken one."""
+    """Raise StorageError unless the listing shows that no checkpoint was ever written.
+    Uses the listing that was searched, because a checkpoint written meanwhile would look incomplete."""
     known = {name.rpartition("/")[0] for name in sizes if name.endswith((_MANIFEST, _SET_ASIDE))}
     if not known:
         return
@@ -328,24 +329,24 @@ def _refuse_unless_new(storage: Storage, sizes: Mapping[str, int]) -> None:
 
 
 def _below(sizes: Mapping[str, int], folder: str) -> dict[str, int]:
-    """Those in a folder, by their names there."""
+    """The entries inside a folder, by their names relative to the folder."""
     return {name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")}
 
 
 def _sizes(storage: Storage) -> dict[str, int]:
-    """Bytes of all that checkpoints are made of, by name."""
+    """Bytes of all objects of checkpoints, by name."""
     return storage.sizes(_ROOT) | storage.sizes(PAYLOADS)
 
 
 def _owners(names: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Of each of these names, the number of the launcher that put it, and the folder that is named after it."""
+    """The fencing number in each name, and the folder that carries the number; skips other names."""
     for name in names:
         if match := _OWNED.match(name):
             yield int(match[1]), match[0]
 
 
 def _folders(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """(fencing number, step) of all that have a folder, the newest first."""
+    """(fencing number, step) of all checkpoint folders, newest first."""
     found = {_FOLDER.match(name) for name in sizes}
     return sorted({(int(match[2]), int(match[1])) for match in found if match}, reverse=True)
 
@@ -377,7 +378,7 @@ def _text(manifest: Mapping[str, Any]) -> bytes:
 
 
 def _problem(entries: Mapping[str, FileEntry], present: Mapping[str, int]) -> str | None:
-    """What keeps a checkpoint from being complete, if anything."""
+    """The first missing file, or file of another size, as a message; None if there is none."""
     for name, entry in entries.items():
         if name not in present:
             return f"{name} is missing"

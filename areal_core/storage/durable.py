@@ -1,4 +1,4 @@
-"""Files that outlive the machine, not only the process that wrote them."""
+"""Write files so that they survive a power loss, not only the end of the process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def replace(scratch: Path, path: Path) -> None:
-    """Put a finished file in the place of another, or of none: after a loss of power there is the old one or the new
-    one, whole. Raises OSError."""
+    """Move a finished file to `path`, replacing any file there, and sync it to disk. Raises OSError.
+    After a power loss, `path` holds either the old file or the new one, complete."""
     sync(scratch)
     os.replace(scratch, path)
     sync(path.parent)
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and those above it, so that their names outlive the machine. Raises OSError."""
+    """Create a folder and its parents, and sync their names to disk. Raises OSError."""
     if not folder.is_dir():
         make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -23,7 +23,7 @@ def make(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what a file holds, or what a folder names, reach the disk. Raises OSError."""
+    """Sync a file's contents, or a folder's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,6 +32,6 @@ def sync(path: Path) -> None:
 
 
 def free_inodes(folder: Path) -> int | None:
-    """How many files the file system of `folder` still takes; None where it sets no limit, as btrfs. Raises OSError."""
+    """Number of files that still fit on the file system of `folder`; None if unlimited. Raises OSError."""
     found = os.statvfs(folder)
     return found.f_favail if found.f_files else None

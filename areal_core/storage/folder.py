@@ -1,7 +1,7 @@
-"""Objects as files below a folder. An object is written under another name, synced, and takes its place in one step.
+"""Object store in a local folder. An object is written to a scratch file, synced and renamed.
 
-With the operating system's own calls: those of fsspec leave out of a listing what can't be read, and take a folder that
-fails for one that is empty.
+Uses the operating system's own calls. fsspec omits unreadable entries from listings, and reports a failing folder as an
+empty one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from areal_core.storage import durable
 from areal_core.storage.patience import Attempt
 
-_SCRATCH = ".part"  # an object that is still being written
-_LOCK = ".lock"  # beside an object that is put over another
-_STALE_S = 24 * 3600.0  # after which nobody is writing it any more
-TRANSIENT = frozenset(  # of a full disk, and of a file server that is away; the rest is here to stay
+_SCRATCH = ".part"  # suffix of an object that is being written
+_LOCK = ".lock"  # suffix of the lock file of an object that `put_over` replaces
+_STALE_S = 24 * 3600.0  # age of a scratch file whose writer must be dead
+TRANSIENT = frozenset(  # a full disk or an unreachable file server; other errors are permanent
     (
         errno.ENOSPC,
         errno.EDQUOT,
@@ -47,7 +47,7 @@ TRANSIENT = frozenset(  # of a full disk, and of a file server that is away; the
 
 
 class Folder:
-    """Paths are absolute."""
+    """Local backend of `Storage`; paths are absolute."""
 
     errors: tuple[type[Exception], ...] = (OSError,)
 
@@ -64,7 +64,7 @@ class Folder:
         _replace(Path(path), lambda scratch: scratch.write_bytes(data))
 
     def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
-        """None where the object has another mark."""
+        """Replace the object with this `mark`; returns the new mark, or None if the mark differs."""
         with _locked(Path(path)):
             try:
                 found = self.get_marked(path)[1]
@@ -101,11 +101,11 @@ class Folder:
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a loss of power undoes no deletion and keeps a later one
+        with contextlib.suppress(FileNotFoundError):  # so that a power loss keeps the order of deletions
             durable.sync(Path(path).parent)
 
     def sweep(self, path: str, now: float) -> None:
-        """Remove what killed writers have left below `path` more than a day before `now`, by the clock of the disk."""
+        """Remove scratch files of killed writers below `path` that are a day older than `now` (disk clock)."""
         for file, found in _files(path):
             if file.endswith(_SCRATCH) and found.st_mtime < now - _STALE_S:
                 Path(file).unlink(missing_ok=True)
@@ -124,7 +124,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time replaces a file upon what it was. On NFS, of all machines: files have locks there."""
+    """Let one process at a time compare and replace a file; on NFS this holds across machines."""
     durable.make(path.parent)
     descriptor = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -139,7 +139,7 @@ def _mark(data: bytes) -> str:
 
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below `path`; what is removed meanwhile is left out. Raises OSError."""
+    """Every file below `path`, except files that are removed meanwhile. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():

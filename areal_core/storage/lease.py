@@ -1,15 +1,15 @@
-"""The lease of a run: which launcher runs it, on whatever machine, and a fencing number that only grows.
+"""The lease of a run: names the one launcher that runs it, with an increasing fencing number.
 
-One object, `lease.json` of the run's store, changed only by whoever has read it last (`Storage.put_over`). So of two
-launchers that take the lease at once one has it, and no number is given twice. The number is part of the names of all
-that a launcher writes: one that is stopped and comes back too late touches nothing of its successor's
-(storage/checkpoint.py).
+The lease is one object, `lease.json` in the run's store, and changes only by compare-and-swap (`Storage.put_over`). If
+two launchers take the lease at once, exactly one succeeds, and no number is issued twice. The number is part of the
+name of every object that a launcher writes. So a launcher that was suspended and resumes too late touches no object of
+its successor (storage/checkpoint.py).
 
-The holder renews its lease. One that was not renewed for `ttl_s`, by the clock of the one that looks and waits, is a
-dead launcher's. One that comes back from such a silence finds another holder, and ends. Clocks of two machines are
-never compared.
+The holder renews its lease. A waiting launcher measures time by its own clock. If it sees no renewal for `ttl_s`, the
+holder counts as dead. A holder that resumes later finds a new holder, and exits. Clocks of two machines are never
+compared.
 
-A malformed object counts as a lease that nobody renews. A holder that lives writes over it.
+A malformed object counts as a lease that is not being renewed. A live holder overwrites it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from areal_core.storage.objects import ChangedError, MissingError, Storage
 
 logger = logging.getLogger(__name__)
 NAME = "lease.json"
-_LOOK_S = 0.2  # between two looks at a lease that is waited for
+_LOOK_S = 0.2  # between two reads while waiting for a lease
 _MOST = 10**9 - 1  # a number has at most nine digits
 
 
 class LeaseLostError(ProcessError):
-    """Another launcher has taken the run over."""
+    """Another launcher has taken over the run."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What the object says."""
+    """The contents of lease.json."""
 
     number: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
-    holder: str  # nobody else's
-    where: str  # a machine and a folder, where one launcher at a time is alive
-    held: bool = True  # false: given back
-    beat: int = 0  # how often it was renewed
-    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0  # after which without that its holder is dead
+    holder: str  # unique per launcher
+    where: str  # machine and folder, in which only one launcher is alive
+    held: bool = True  # false: released
+    beat: int = 0  # number of renewals
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0  # its holder is dead without a renewal for so long
 
 
 class Lease:
-    """The lease of one run, as one launcher sees it. `acquire` before all else; not thread-safe."""
+    """The lease of one run, from the view of one launcher. Call `acquire` first; not thread-safe."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`storage` is the run's; `where` names the one folder whose lock the caller holds: whoever had the lease there
-        is dead."""
+        """`storage` is the run's. `where` names the folder whose lock the caller holds.
+        So an earlier holder with the same `where` is dead."""
         self._object = Marked(storage, NAME)
         self._url = storage.url
         self._where = where
@@ -68,23 +68,23 @@ class Lease:
         self._clock, self._sleep = clock, sleep
         self._holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         self._claim: Claim | None = None
-        self._mark: str | None = None  # of the object as this launcher wrote it
+        self._mark: str | None = None  # mark of the object that this launcher wrote last
 
     @property
     def number(self) -> int:
-        """The fencing number: higher than that of every launcher that had the run before."""
+        """The fencing number: higher than that of every earlier launcher of the run."""
         assert self._claim is not None, "acquire first"
         return self._claim.number
 
     @property
     def renewal_s(self) -> float:
-        """How often it is to be renewed."""
+        """Interval between two renewals, in seconds."""
         return self._ttl_s / 6
 
     def acquire(self, *, above: Callable[[], int] = lambda: 0) -> int:
-        """Take the lease; returns its number, above what `above` gives, too: the highest that the store's names show.
-        Waits for a lease that is held to be renewed: its launcher is dead after its `ttl_s`, or this one's if longer.
-        Raises ProcessError when another one runs the run, and StorageError."""
+        """Take the lease and return its fencing number. Raises ProcessError for a running run, StorageError.
+        The number is also above `above()`, the highest number in the store's names. Waits for a renewal by the present
+        holder, for its `ttl_s` or this launcher's, whichever is longer. Without a renewal the holder is dead."""
         seen, since = None, 0.0
         while True:
             found, mark = _read(self._object)
@@ -105,12 +105,12 @@ class Lease:
                 self._sleep(_LOOK_S)
 
     def renew(self) -> None:
-        """Say that this launcher lives. Raises LeaseLostError once another one has taken over, and StorageError."""
+        """Renew the lease. Raises LeaseLostError if another launcher has taken over, and StorageError."""
         assert self._claim is not None, "acquire first"
         self._change(msgspec.structs.replace(self._claim, beat=self._claim.beat + 1))
 
     def release(self) -> None:
-        """Give it back: the next launcher need not wait. Where another one has it already, nothing is done."""
+        """Release the lease, so that the next launcher need not wait. Does nothing if another one holds it."""
         assert self._claim is not None, "acquire first"
         try:
             self._change(msgspec.structs.replace(self._claim, held=False))
@@ -120,7 +120,7 @@ class Lease:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _is_free(self, found: Claim | None, mark: str | None) -> bool:
-        """Whether it can be had at once."""
+        """Whether the lease can be taken at once."""
         if found is None:
             return mark is None
         return not found.held or found.where == self._where
@@ -136,27 +136,26 @@ class Lease:
         return put is not None
 
     def _is_ours(self, data: bytes | None) -> bool:
-        """Whether this launcher, once it has the lease, may write over it: what it has put, and what is no lease."""
+        """Whether the holder of the lease may overwrite the object: its own one, or one that is not a lease."""
         found = _claim_of(data)
         return self._claim is not None and (found is None or found.holder == self._holder)
 
 
 def check(storage: Storage, number: int) -> None:
-    """Before something is replaced in the run's store: raises LeaseLostError where a launcher with a higher number than
-    this one has had the run."""
+    """Raise LeaseLostError if a later launcher has had the run; call before replacing any object."""
     found = _read(Marked(storage, NAME))[0]
     if found is not None and found.number > number:
         raise _lost_to(found)
 
 
 def held_s(storage: Storage) -> float:
-    """For how long after its last renewal a launcher that has the run may live; 0.0 where none has it."""
+    """Time after its last renewal for which the present holder may be alive; 0.0 without a holder."""
     found = _read(Marked(storage, NAME))[0]
     return found.ttl_s if found is not None and found.held else 0.0
 
 
 def _read(marked: Marked) -> tuple[Claim | None, str | None]:
-    """The claim, None for what is no claim, and the mark of its object, None where there is none."""
+    """The claim, or None if invalid or missing, and the mark of its object, or None if missing."""
     data, mark = marked.read()
     return _claim_of(data), mark
 
@@ -170,7 +169,7 @@ def _claim_of(data: bytes | None) -> Claim | None:
 
 
 def _follows(before: Claim | None, found: Claim) -> bool:
-    """Whether who waits has seen the holder of a lease renew it, or get it."""
+    """Whether the waiting launcher has seen another one renew or take the lease."""
     return before is None or found.holder != before.holder or found.beat > before.beat
 
 
@@ -180,22 +179,22 @@ def _lost_to(claim: Claim | None) -> LeaseLostError:
 
 
 class Marked:
-    """One object, by its name. Raises StorageError."""
+    """One object of a store, read and replaced by compare-and-swap. Raises StorageError."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage, self._name = storage, name
 
     def read(self) -> tuple[bytes | None, str | None]:
-        """What it holds, and the mark to write over it; None twice where there is none."""
+        """The contents and the mark for `write`; (None, None) if the object is missing."""
         try:
             return self._storage.get_marked(self._name)
         except MissingError:
             return None, None
 
     def write(self, data: bytes, mark: str | None, mine: Callable[[bytes | None], bool]) -> str | None:
-        """Put `data` over what has this mark, None being no object; returns the new mark, or None where somebody else
-        has written meanwhile. `mine` tells whether this writer may write over what it finds then (None: no object), as
-        what it has put itself: the answer to that was lost."""
+        """Replace the object with this `mark` (None: no object) by `data`; None if another writer was faster.
+        Returns the new mark otherwise. The response to an earlier write may have been lost. So `mine` decides whether
+        this writer may overwrite the object found (None: no object)."""
         while True:
             try:
                 return self._storage.put_over(self._name, data, mark)

@@ -1,7 +1,7 @@
 """The object store: a local folder or an S3 bucket.
 
-An object appears whole or not at all, and in a folder outlives the machine. A file is finished locally first and then
-put. Nothing is cached: what other processes did is seen. What fails for a while is tried again, for as long as
+Objects appear complete or not at all; in a folder they survive a power loss. Files are finished locally before they are
+uploaded. Nothing is cached, so changes by other processes are visible. Transient failures are retried for up to
 `storage.patience_s`.
 """
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from areal_core.storage.bucket import Bucket
 
 T = TypeVar("T")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # variables that boto3 heeds
-_OPEN_S = 8.0  # of tries: two requests that a silent endpoint lets time out
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # environment variables of boto3
+_OPEN_S = 8.0  # retry time: two requests that time out
 
 
 class DamagedError(StorageError, ValueError):
-    """What was read is not what was written."""
+    """The data read differ from the data written."""
 
 
 class MissingError(StorageError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class ChangedError(StorageError):
-    """Somebody else has put another object there meanwhile, or has deleted it."""
+    """Another process has replaced or deleted the object meanwhile."""
 
 
 class Storage:
-    """A place to put objects by name. Names are relative, with `/` between their parts.
+    """A store of objects by name. Names are relative, with `/` between their parts.
 
-    Every failure is a StorageError of one line with the location, the object and the reason. Those that may pass are
-    raised only after the store's patience; threads may share it.
+    Every failure is a StorageError of one line with the location, the object and the reason. Transient failures are
+    raised only after the store's patience. Thread-safe.
     """
 
     def __init__(self, kind: Folder | Bucket, root: str, url: str, patience: Patience) -> None:
@@ -56,11 +56,11 @@ class Storage:
 
     @classmethod
     def open(cls, url: str, endpoint_url: str | None = None, patience_s: float = StorageConfig.patience_s) -> Storage:
-        """Open a folder (`/a/b`, `a/b`, `file:///a/b`) or `s3://bucket/prefix`, and prove that it can be written.
+        """Open a folder (`/a/b`, `a/b`, `file:///a/b`) or `s3://bucket/prefix`, and check write access.
 
-        A folder or a bucket that is absent is made; what killed writers left in a folder more than a day ago is
-        removed. Credentials of S3 come from where boto looks for them. Raises StorageError, within about ten seconds
-        whatever `patience_s`, which bounds how long anything is tried again later.
+        Creates a missing folder or bucket. Removes scratch files in a folder that are more than a day old. S3
+        credentials come from boto's usual places. Raises StorageError within about ten seconds, whatever `patience_s`.
+        That bounds the retries of later calls.
         """
         scheme, _, rest = url.partition("://") if "://" in url else ("file", "", url)
         if scheme == "s3":
@@ -82,7 +82,7 @@ class Storage:
 
     @classmethod
     def _open_s3(cls, url: str, root: str, endpoint_url: str | None, patience_s: float) -> Storage:
-        from areal_core.storage.bucket import Bucket  # dear to import, and only needed here
+        from areal_core.storage.bucket import Bucket  # slow to import, and only needed here
 
         name = root.partition("/")[0]
         if not name:
@@ -104,7 +104,7 @@ class Storage:
         return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
 
     def put_file(self, local: Path, name: str) -> None:
-        """Store a finished local file; an object of that name is replaced in one step."""
+        """Store a finished local file, replacing an object of that name atomically."""
         path = self._path(name)
         with self._doing("write", name) as attempt:
             self._kind.put_file(local, path, attempt)
@@ -113,22 +113,22 @@ class Storage:
         self._done("write", name, self._kind.put_bytes, data)
 
     def put_over(self, name: str, data: bytes, mark: str | None) -> str:
-        """Store an object in the place of the one that has this `mark`, or, for None, of none at all: in one step,
-        whoever else tries. Returns the mark of the new one, which is another one as long as `data` is.
+        """Compare-and-swap: atomically replace the object with this `mark`, or with None create it.
 
-        Raises ChangedError where another object is there by now, or none. That one may be what this call has put: where
-        an answer was lost on its way, it has tried again. So `data` should say whose it is.
+        Returns the new mark, which differs if `data` does. Raises ChangedError if the object has another mark or is
+        missing. If a response was lost and the call was retried, that other object may be this call's own. So `data`
+        should name its writer.
         """
         if (put := self._done("write", name, self._kind.put_over, data, mark)) is None:
             raise ChangedError(f"storage.url: can't write {self.url}/{name}: somebody else has changed it meanwhile")
         return put
 
     def get_marked(self, name: str) -> tuple[bytes, str]:
-        """An object, and the mark by which `put_over` knows it."""
+        """An object, and its mark for `put_over`."""
         return self._done("read", name, self._kind.get_marked)
 
     def get_file(self, name: str, local: Path) -> None:
-        """Copy an object to a local file, whose folder is made."""
+        """Copy an object to a local file; creates its folder."""
         path = self._path(name)
         with self._doing("read", name) as attempt:
             local.parent.mkdir(parents=True, exist_ok=True)
@@ -138,17 +138,17 @@ class Storage:
         return self._done("read", name, self._kind.get_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes from `start` up to `stop` of an object; fewer where it ends in between."""
+        """Bytes `start` to `stop` (exclusive) of an object; fewer if the object ends before."""
         assert 0 <= start <= stop, (start, stop)
         return self._done("read", name, self._kind.get_range, start, stop)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Bytes of every object below the folder `prefix`, by full name, in the order of names."""
+        """Bytes of every object below the folder `prefix`, by full name, sorted by name."""
         found = self._done("list", prefix, self._kind.sizes)
         return {name.removeprefix(self._root).lstrip("/"): size for name, size in sorted(found.items())}
 
     def changed(self, prefix: str = "") -> dict[str, float]:
-        """When every object below the folder `prefix` was put, in seconds since 1970 by the store's clock."""
+        """Last write of every object below the folder `prefix`, in seconds since 1970 by the store's clock."""
         found = self._done("list", prefix, self._kind.changed)
         return {name.removeprefix(self._root).lstrip("/"): at for name, at in found.items()}
 
@@ -157,14 +157,14 @@ class Storage:
         return tuple(self.sizes(prefix))
 
     def delete(self, prefix: str) -> None:
-        """Delete the object `prefix`, or all objects below it. Nothing there is fine."""
+        """Delete the object `prefix`, or all objects below it; ignores missing objects."""
         if self._path(prefix) == self._root:
             raise StorageError(f"{self.url}: refuses to delete the whole store; name what is to go")
         self._done("delete", prefix, self._kind.delete)
 
     @contextmanager
     def _probe(self) -> Iterator[str]:
-        """An object that is there for a moment: its name."""
+        """Store a small object during the `with`; yields its name."""
         name = f".probe-{uuid.uuid4().hex}"
         self.put_bytes(name, b"probe")
         yield name
@@ -177,14 +177,14 @@ class Storage:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def _done(self, action: str, name: str, call: Callable[..., T], *arguments: object) -> T:
-        """The result of one call for the path of an object."""
+        """The result of one call on the path of an object, with retries."""
         path = self._path(name)
         with self._doing(action, name) as attempt:
             return attempt(lambda: call(path, *arguments))
 
     @contextmanager
     def _doing(self, action: str, name: str) -> Iterator[Attempt]:
-        """What `action` is made of is attempted with what this gives."""
+        """Yield a function that retries parts of `action`; turn the final error into a StorageError."""
         what = f"{action} {self.url}/{name}"
         try:
             yield lambda work: self._patience.run(work, what, self._kind)
@@ -194,7 +194,7 @@ class Storage:
 
 
 def _told_as(error: Exception) -> type[StorageError]:
-    """As what callers hear of it."""
+    """The class of StorageError for an error of the backend."""
     if isinstance(error, FileNotFoundError):
         return MissingError
     return DamagedError if isinstance(error, OSError) and error.errno == errno.EBADMSG else StorageError

@@ -1,6 +1,6 @@
-"""Parts of a checkpoint's tensors, read where they lie: a rank downloads what it holds, and no more.
+"""Read parts of a checkpoint's tensors from the store, so that each rank downloads only its own part.
 
-A manifest has a CRC-32 of every block of a file, so that parts of one are checked without the rest.
+A manifest has a CRC-32 of every block of a file, so that each part can be verified without the rest.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from areal_core.models.tensorfile import DTYPES
 from areal_core.storage.checkpoint import BLOCK_BYTES, CheckpointInfo, FileEntry
 from areal_core.storage.objects import DamagedError, Storage
 
-Part = tuple[int, int]  # elements of a tensor, flat, from the first up to the second
-_AT_ONCE = 8  # requests
+Part = tuple[int, int]  # elements [first, second) of the flattened tensor
+_AT_ONCE = 8  # parallel requests
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Tensors, or parts of them."""
+    """Tensors, or flat parts of them, with the shapes of the whole tensors."""
 
-    arrays: dict[str, NDArray[Any]]  # whole ones in their shape, parts flat
-    shapes: dict[str, tuple[int, ...]]  # of whole tensors
+    arrays: dict[str, NDArray[Any]]  # whole tensors in their shape, parts flat
+    shapes: dict[str, tuple[int, ...]]  # shapes of the whole tensors
 
 
 def read_tensors(
     storage: Storage, info: CheckpointInfo, names: Collection[str], parts: Mapping[str, Part] | None = None
 ) -> Tensors:
-    """The tensors in these safetensors files of a checkpoint; of those that `parts` names, that part. Raises
-    StorageError, and DamagedError where what is read is not what was written."""
+    """The tensors in some safetensors files of a checkpoint; only the given part of tensors in `parts`.
+    Raises StorageError, and DamagedError if a checksum differs."""
     found = Tensors({}, {})
     source = storage.child(info.folder)
     for name in names:
@@ -45,7 +45,7 @@ def read_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Bytes of a file, and where they go."""
+    """A byte range of a file, and the array to fill with it."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class _File:
         self._source = source
         self._name = name
         self._entry = entry
-        self._head: dict[int, bytes] = {}  # blocks that the header lies in, and with it the first tensors
+        self._head: dict[int, bytes] = {}  # blocks with the header, and perhaps the first tensors
 
     def read(self, parts: Mapping[str, Part], found: Tensors) -> None:
         length = int.from_bytes(self._start(8), "little")
@@ -76,13 +76,13 @@ class _File:
         self._fill([one for one in wanted if one.start < one.stop])
 
     def _start(self, length: int) -> bytes:
-        """The first bytes."""
+        """The first `length` bytes of the file."""
         for block in range(len(self._head), (length - 1) // BLOCK_BYTES + 1):
             self._head[block] = self._block(block)
         return b"".join(self._head.values())[:length]
 
     def _block(self, number: int) -> bytes:
-        """A block, checked."""
+        """Read a block and verify its checksum."""
         start = number * BLOCK_BYTES
         data = self._source.get_range(self._name, start, min(start + BLOCK_BYTES, self._entry.bytes))
         if zlib.crc32(data) != self._entry.crc32[number]:
@@ -93,7 +93,7 @@ class _File:
         return data
 
     def _fill(self, wanted: list[_Wanted]) -> None:
-        """Read each block that anything is wanted of, once."""
+        """Read each needed block once, and copy its bytes to the arrays."""
         by_block: dict[int, list[_Wanted]] = {}
         for one in wanted:
             for number in range(one.start // BLOCK_BYTES, (one.stop - 1) // BLOCK_BYTES + 1):
@@ -108,4 +108,4 @@ class _File:
 
         with ThreadPoolExecutor(_AT_ONCE, "read") as threads:
             for _ in threads.map(fill, sorted(by_block)):
-                pass  # which raises what a block has raised
+                pass  # raises the first error of a block

@@ -1,4 +1,4 @@
-"""How long a store that fails for a while is waited for: the same work again, at growing intervals, up to a bound."""
+"""Retry transient failures of a store with exponential back-off, up to a time limit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _log = logging.getLogger(__name__)
 
 
 class Attempt(Protocol):
-    """Does a piece of work, again and again while it fails for reasons that pass; raises what it raised last."""
+    """Runs a piece of work and retries it after transient failures; raises the last error."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Monotonic seconds, and a way to let them pass."""
+    """Monotonic seconds, and a way to sleep."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
 
 class Patience:
-    """`limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process
-    that stood still, not the store. 0: work is tried once. A `quiet` one logs nothing. Thread-safe.
+    """Retries work for up to `limit_s` seconds from the first try; 0 means one try. Thread-safe.
+
+    Even after the limit there is a second try, because the process itself may have been suspended, not the store. With
+    `quiet` nothing is logged.
     """
 
     def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
@@ -43,8 +45,8 @@ class Patience:
         self._quiet = quiet
 
     def run(self, work: Callable[[], T], what: str, failures: Folder | Bucket) -> T:
-        """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
-        what it raises last."""
+        """The result of `work`, which must be repeatable; raises its last error.
+        `what` describes the work in log lines, such as "write s3://bucket/x"."""
         started = self.clock.now()
         try:
             return work()
@@ -62,7 +64,7 @@ class Patience:
     def _again(self, work: Callable[[], T], failures: Folder | Bucket, deadline: float) -> T:
         delay = _FIRST_S
         while True:
-            jittered = delay * random.uniform(0.5, 1.0)  # not all clients of a store at once
+            jittered = delay * random.uniform(0.5, 1.0)  # jitter, so that clients do not retry at the same time
             self.clock.sleep(max(0.0, min(jittered, deadline - self.clock.now())))
             try:
                 return work()

@@ -1,18 +1,18 @@
-"""Paths in a run's folder, and the small files by which its processes exchange configuration and addresses.
+"""Paths in a run's folder, and small files through which its processes share settings and addresses.
 
 <state_dir>/runs/<run_id>/
     config.json              the resolved configuration
-    token                    what every request to a process of the run carries; its user alone can read it
-    run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
+    token                    secret in every request to a process of the run; only its user can read it
+    run.json                 RunInfo: identity of the run, base model, location of its checkpoints
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
-    heartbeat/<role>-<index>     what a process says of itself; see areal_core.launch.heartbeat
+    heartbeat/<role>-<index>     heartbeat of a process; see areal_core.launch.heartbeat
     logs/<role>-<index>.log
-    controller-port  files-port  ports that the controller and the data server keep
+    controller-port  files-port  ports of the controller and the data server, reused after a restart
     ledger.sqlite  outbox.sqlite
-    payloads/                what groups have to be trained on; see areal_core.controller.payloads
-    timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
+    payloads/                training data of scored groups; see areal_core.controller.payloads
+    timeline/<role>-<index>.jsonl  activities of a process over time; see areal_core.tracking.timeline
     weights/v000007/         published versions
-    evaluations/             records of versions that were scored, and a page for each
+    evaluations/             records of scored versions, and a page for each
     summary.json             written once, by the controller, when the run has ended in order
 """
 
@@ -34,16 +34,16 @@ from areal_core.storage import durable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What `prepare` has settled about a run beside its configuration."""
+    """Facts about a run that `prepare` adds to its configuration."""
 
     run_id: str
     model_path: str  # folder of the base model, transformers format
-    checkpoint_url: str  # where this run's checkpoints and final model go
+    checkpoint_url: str  # store of this run's checkpoints and final model
     tracking_uri: str | None = None  # None: tracking is off
-    tracking_experiment_id: str | None = None  # of MLflow, as the next one
+    tracking_experiment_id: str | None = None  # of MLflow, like the next field
     tracking_run_id: str | None = None
     flow_run_id: str | None = None
-    number: int = 0  # fencing number of the launcher that runs it; see areal_core.storage.lease
+    number: int = 0  # fencing number of the launcher that runs the run; see areal_core.storage.lease
     prompts: dict[str, str] = field(default_factory=dict[str, str])  # digests of prompts, by the setting of their file
 
 
@@ -64,8 +64,8 @@ class RunDir:
     root: Path
 
     token_file = _Below("token")
-    launcher_lock = _Below("lock")  # that a launcher holds while it runs the run
-    copy_file = _Below("copy.json")  # on another machine than the head node (run.remote.copied)
+    launcher_lock = _Below("lock")  # held by the launcher of the run
+    copy_file = _Below("copy.json")  # only on other machines than the head node (run.remote.copied)
     ready = _Below("ready")
     heartbeats = _Below("heartbeat")
     logs = _Below("logs")
@@ -76,22 +76,22 @@ class RunDir:
     ledger = _Below("ledger.sqlite")
     outbox = _Below("outbox.sqlite")
     summary = _Below("summary.json")
-    superseded = _Below("summary-superseded.json")  # an end that the run goes on after
+    superseded = _Below("summary-superseded.json")  # summary of an earlier end of a resumed run
 
     @classmethod
     def of_command_line(cls) -> RunDir:
-        """The folder that the option --run-dir names, for processes that take no other."""
+        """The folder named by --run-dir, for processes without other options."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--run-dir", type=Path, required=True)
         return cls(parser.parse_args().run_dir)
 
     @classmethod
     def create(cls, config: RunConfig, info: RunInfo, kind: str = "runs") -> RunDir:
-        """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read.
-        `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
+        """Create or reuse the folder of a run, and write the files that its processes read.
+        `kind` is the parent folder: "runs", or "evaluations", which have only generation servers."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         durable.make(run.root)
-        if not run.token_file.exists():  # processes and machines of an earlier launcher may know one
+        if not run.token_file.exists():  # processes and machines of an earlier launcher may know it
             run.keep_token(secrets.token_urlsafe(32))
         run.copy_file.unlink(missing_ok=True)
         for folder in (run.ready, run.heartbeats, run.logs, run.weights, run.timeline):
@@ -107,28 +107,31 @@ class RunDir:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
     def copy(self) -> dict[str, str] | None:
-        """On another machine than the head node: the name of its copy of this folder (`node`), and the URLs of the
-        `head` node and of the machine's `stager`, where it has one."""
+        """The contents of copy.json, on other machines than the head node; None on the head node.
+
+        `node` is the name of this machine's copy of the folder. `head` is the head node's URL, and `stager` that of
+        this machine's stager, if any.
+        """
         return json.loads(self.copy_file.read_text()) if self.copy_file.exists() else None
 
     def token(self) -> str:
-        """See areal_core.api.access."""
+        """The run's token; see areal_core.api.access."""
         return self.token_file.read_text().strip()
 
     def keep_token(self, token: str) -> None:
-        """Write the run's token, unless it has one. Before `create`: the one that other machines of the run know from
-        an earlier head node."""
+        """Write the run's token, unless the run has one.
+        Call before `create` to reuse the token that other machines know from an earlier head node."""
         durable.make(self.root)
         scratch = self.root / f".token.{os.getpid()}"
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f"{token}\n")
-        durable.sync(scratch)  # before it has its name: no run has an empty token
-        with contextlib.suppress(FileExistsError):  # another launcher was quicker
+        durable.sync(scratch)  # synced before the rename, so that no run has an empty token
+        with contextlib.suppress(FileExistsError):  # another launcher was faster
             os.link(scratch, self.token_file)
         scratch.unlink()
 
     def numbered(self, number: int) -> RunInfo:
-        """Note the fencing number of the launcher that runs the run from now on."""
+        """Record the fencing number of the launcher that runs the run from now on."""
         info = dataclasses.replace(self.info(), number=number)
         write_json(self.root / "run.json", dataclasses.asdict(info), synced=True)
         return info
@@ -146,34 +149,34 @@ class RunDir:
         return self.timeline / f"{role}-{index}.jsonl"
 
     def port_file(self, role: str) -> Path:
-        """What holds the port of a listener that has the same one whenever it is started again."""
+        """File with the port of a listener that keeps its port across restarts."""
         return self.root / f"{role}-port"
 
     def ready_info(self, role: str, index: int = 0) -> dict[str, Any] | None:
-        """The `pid` and `url` that a process has announced; None while it is not ready."""
+        """The `pid` and `url` in a process's ready file; None while the process is not ready."""
         try:
             return json.loads(self.ready_file(role, index).read_text())
         except FileNotFoundError:
             return None
 
     def forget_ready(self) -> None:
-        """Remove the ready files that processes of an earlier launcher have left, and their heartbeats."""
+        """Remove ready files and heartbeats of an earlier launcher's processes."""
         for file in (*self.ready.iterdir(), *self.heartbeats.glob("*")):
             file.unlink(missing_ok=True)
 
     def forget_ports(self) -> None:
-        """Let the controller choose another port: no process of the run, here or elsewhere, knows the last one."""
+        """Let the controller choose another port, as no process of the run knows the last one."""
         self.port_file("controller").unlink(missing_ok=True)
 
     def controller_url(self) -> str | None:
-        """Where the controller listens; None while it is not ready."""
+        """The controller's URL; None while the controller is not ready."""
         info = self.ready_info("controller")
         return None if info is None else str(info["url"])
 
 
 def write_json(path: Path, value: Any, *, synced: bool = False) -> None:
-    """Write `value` so that a reader sees the old file or the new one, never half of one; with `synced` also after a
-    loss of power."""
+    """Atomically write `value` as JSON: readers see the old file or the new one.
+    With `synced` this also holds after a power loss."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     (durable.replace if synced else os.replace)(scratch, path)

@@ -1,8 +1,8 @@
-"""Versioned policy weights in a folder: `<folder>/v000007/model.safetensors` and, last, `manifest.json`.
+"""Policy versions in a folder: `<folder>/v000007/model.safetensors` and, last, `manifest.json`.
 
 With `training.lora` a version is an adapter to version 0, the base model, in peft's format: `adapter_model.safetensors`
-and `adapter_config.json`, which follows from the former's header. A version exists once its manifest does; the manifest
-holds the hash of the weights. Files only: no torch.
+and `adapter_config.json`. The latter follows from the header of the former. A version exists once its manifest does.
+The manifest holds the hash of the weights file. This module handles files only: no torch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def base_version(model_path: str) -> PolicyVersion:
 def publish(
     folder: Path, version: int, tensors: Mapping[str, NDArray[Any]], *, lora: Lora | None = None
 ) -> PolicyVersion:
-    """Write the weights of `version`, or with `lora` its adapter. The same weights again change nothing; other weights
-    replace it.
+    """Write the model weights of `version`, or its adapter with `lora`, and return the version.
 
-    tensors: in the dtype that is served, bfloat16 as uint16. The same tensors always make the same bytes, hence the
-    same hash. Raises StorageError.
+    `tensors` have the served dtype, with bfloat16 as uint16. Equal tensors give equal bytes and thus an equal hash.
+    Publishing equal weights again changes nothing; other weights replace the version. Raises StorageError.
     """
     path = version_folder(folder, version)
     file = path / (_WEIGHTS if lora is None else adapters.ADAPTER)
@@ -56,7 +55,7 @@ def publish(
         else:
             written = adapters.write_adapter(scratch, tensors, lora)
         if (known := _complete(path)) and known.digest == written.digest:
-            os.replace(scratch, file)  # the same, unless the one there is damaged
+            os.replace(scratch, file)  # equal bytes, which also repair a damaged file
             return known
         return adopt(folder, version, written.digest, scratch, lora)
     except OSError as error:
@@ -64,7 +63,7 @@ def publish(
 
 
 def read_manifest(path: Path) -> PolicyVersion:
-    """The version that the folder `path` holds. Raises StorageError when it is incomplete."""
+    """The version in the folder `path`. Raises StorageError if the version is incomplete."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         version = PolicyVersion(version=int(manifest["version"]), path=str(path), digest=str(manifest["digest"]))
@@ -79,17 +78,17 @@ def read_manifest(path: Path) -> PolicyVersion:
 
 
 def weights_file(path: Path) -> Path:
-    """The file of a published version's weights or adapter, in its folder `path`."""
+    """The file with a version's model weights or adapter, in its folder `path`."""
     adapter = path / adapters.ADAPTER
     return adapter if adapter.exists() else path / _WEIGHTS
 
 
 def adopt(folder: Path, version: int, digest: str, scratch: Path, lora: Lora | None = None) -> PolicyVersion:
-    """Make a file, whose hash this is, the weights of `version`, in the place of others; with `lora` its adapter.
-    Raises OSError."""
+    """Move a file with this `digest` into place as the weights or (with `lora`) adapter of `version`.
+    Replaces an existing version of that number. Raises OSError."""
     path, size = version_folder(folder, version), scratch.stat().st_size
     path.mkdir(parents=True, exist_ok=True)
-    (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
+    (path / _MANIFEST).unlink(missing_ok=True)  # the version does not exist while its weights change
     if lora is not None:
         adapters.write_adapter_config(path, lora)
     os.replace(scratch, path / (_WEIGHTS if lora is None else adapters.ADAPTER))
@@ -98,7 +97,7 @@ def adopt(folder: Path, version: int, digest: str, scratch: Path, lora: Lora | N
 
 
 def is_whole(version: PolicyVersion) -> bool:
-    """Whether a published version is there, and what it was published as: reads all of it."""
+    """Whether a published version exists and is undamaged. Reads the whole file."""
     path = Path(version.path)
     try:
         return _complete(path) == version and weights_digest(path) == version.digest
@@ -107,14 +106,14 @@ def is_whole(version: PolicyVersion) -> bool:
 
 
 def newest(folder: Path) -> PolicyVersion | None:
-    """The highest version that is complete; None when there is none."""
+    """The highest complete version; None if there is none."""
     complete = filter(None, map(_complete, folder.glob("v*")))
     return max(complete, key=lambda version: version.version, default=None)
 
 
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
-    """The tensors of a published version in float32, mapped where they are stored so, by their names in the trainer.
-    Raises StorageError for a file that is not what was published."""
+    """The float32 tensors of a published version, by the trainer's names; float32 files are memory-mapped.
+    Raises StorageError for a file that differs from the published one."""
     path = Path(version.path)
     try:
         with verified(path, version.digest):
@@ -125,16 +124,16 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
 
 
 def release(folder: Path, versions: Iterable[int]) -> None:
-    """Delete versions that are no longer needed; those that are gone already are ignored."""
+    """Delete obsolete versions; ignores versions that are already deleted."""
     released = {version_folder(folder, version) for version in versions}
     for path in released.intersection(folder.iterdir()):
-        (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
+        (path / _MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted version has no manifest
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
-    """Have the versions in `folder`, and no others, outlive the machine: those of a run that ends, which nobody will
-    make again. Raises StorageError."""
+    """Sync the versions in `folder` to disk, at the end of a run, as they can't be made again.
+    Raises StorageError."""
     try:
         for path in (*folder.glob("v*/*"), *folder.glob("v*"), folder):
             durable.sync(path)

@@ -1,7 +1,7 @@
-"""The forwarder as a process of its own: `python -m areal_core.tracking --run-dir D`.
+"""The forwarder as its own process: `python -m areal_core.tracking --run-dir D`.
 
-Exits with 0 when the outbox has ended and all is sent (or was tried for tracking.flush_timeout_s), with 143 when it was
-told to end before. Running it again on a finished run's folder sends what is left.
+Exits with 0 once the outbox has ended and is sent, or after trying for tracking.flush_timeout_s. Exits with 143 if it
+is stopped earlier. On the folder of a finished run it sends the remaining items.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> int:
-    # Blocked, and taken only while the forwarder waits: a signal interrupts nothing, and none is lost in the seconds of
-    # imports, which come after, since they start threads and a signal goes to any thread that does not block it.
+    # Block the signals and receive them only while the forwarder waits. So they interrupt nothing, and none is lost.
+    # Imports come afterwards: they start threads, and any thread that does not block a signal may receive it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     from areal_core.launch import heartbeat, logs
     from areal_core.launch.process import adopt, announce_ready
@@ -35,7 +35,7 @@ def main() -> int:
     outbox = Outbox(run_dir.outbox, info.run_id)
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)
     announce_ready(ready_file)
-    heartbeat.say("sending what the outbox holds", waits_for="MLflow")  # whose requests have bounds of their own
+    heartbeat.say("sending what the outbox holds", waits_for="MLflow")  # requests to MLflow have their own time limits
     return 0 if forwarder.run(_stop_signal_within) else 128 + signal.SIGTERM
 
 

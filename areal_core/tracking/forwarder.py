@@ -1,9 +1,9 @@
-"""The forwarder: sends what the outbox holds to MLflow.
+"""The forwarder: sends the contents of the outbox to MLflow.
 
-Every point arrives once. A batch is marked as attempted, sent, marked as sent; after a failure or a restart the
-attempted points are compared with the histories that the server holds before anything is sent again. A server that is
-down stops nothing: points wait in the outbox. A batch that the server refuses is sent again in smaller ones, until what
-it refuses is alone and set aside.
+Every point arrives exactly once. The forwarder marks a batch as attempted, sends it and marks it as sent. After a
+failure or a restart it first compares the attempted points with the histories on the server. A server outage stops
+nothing: points wait in the outbox. A rejected batch is sent again in smaller parts, until the rejected point is alone
+and is set aside.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from areal_core.tracking.mlflow_client import (
 from areal_core.tracking.outbox import Document, Outbox
 from areal_core.types import MetricRow
 
-_INTERVAL_S = 1.0  # between two looks into the outbox
+_INTERVAL_S = 1.0  # between two reads of the outbox
 _MAX_BACKOFF_S = 5.0
-_REQUEST_S = 5  # for one request of the forwarder
-_STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
+_REQUEST_S = 5  # time limit of one request
+_STOP_S = 2  # for sending the rest when the process is stopped; also the limit of each request then
 _FINAL_METRICS = (
     "accuracy_before",
     "accuracy_after",
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Forwarder:
-    """Sends what an outbox holds to one MLflow run, and ends that run."""
+    """Sends the contents of an outbox to one MLflow run, and ends that run."""
 
     def __init__(self, outbox: Outbox, uri: str, run_id: str, flush_timeout_s: float = 60.0) -> None:
         self._outbox = outbox
@@ -61,19 +61,19 @@ class Forwarder:
         self._run_id = run_id
         self._flush_timeout_s = flush_timeout_s
         self._opened = False
-        self._doubtful = True  # the server may hold points that are marked as attempted only
-        self._size = MAX_METRICS  # of the next request, points
+        self._doubtful = True  # the server may hold points that are only marked as attempted
+        self._size = MAX_METRICS  # points in the next request
 
     def run(self, wait: Callable[[float], bool]) -> bool:
-        """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
+        """Forward until the outbox has ended and is sent, or `flush_timeout_s` after its end; returns True.
 
-        `wait(seconds)` returns early with True when the process is to end: then what can be sent within a few seconds
-        is sent, the run is marked as KILLED unless the outbox has ended otherwise, and False is returned.
+        `wait(seconds)` returns early with True when the process is stopped. Then the forwarder spends a few more
+        seconds on sending. It marks the run as KILLED, unless the outbox has ended otherwise, and returns False.
         """
         failures = 0
         give_up_at = math.inf
         while True:
-            ended = self._outbox.ended()  # read first: all there is to send is in the outbox by then
+            ended = self._outbox.ended()  # read first: nothing is added to an ended outbox
             if ended:
                 give_up_at = min(give_up_at, time.monotonic() + self._flush_timeout_s)
             left_s = give_up_at - time.monotonic()
@@ -106,7 +106,7 @@ class Forwarder:
                 return False
 
     def _stop(self) -> None:
-        """A last try within a few seconds, and the run's end, which is tried even if sending fails."""
+        """Try to send the rest for a few seconds, then record the run's end, even if sending fails."""
         _limit_requests(_STOP_S)
         deadline = time.monotonic() + _STOP_S
         try:
@@ -121,7 +121,7 @@ class Forwarder:
             _log.warning("tracking: can't mark the run as %s: %s", status, reason(error))
 
     def _send_some(self) -> bool:
-        """Send at most one batch of points and one document. Returns whether more waits."""
+        """Send at most one batch of points and one document; returns whether more items wait."""
         if not self._opened:
             self._open()
         self._send_metrics()
@@ -129,7 +129,7 @@ class Forwarder:
         return self._outbox.unsent() > 0
 
     def _open(self) -> None:
-        """Mark a run that was killed and goes on as running again."""
+        """Mark a resumed run as running again."""
         if self._outbox.ended() is None and self._client.get_run(self._run_id).info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
         self._opened = True
@@ -143,12 +143,12 @@ class Forwarder:
         self._doubtful = True
         points = [Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows]
         refusal = self._refusal(lambda: self._client.log_batch(self._run_id, metrics=points, synchronous=True))
-        # Halves find the point that the server does not take.
+        # Halving the batch isolates a rejected point.
         self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
             self._outbox.settle_metrics(rows)
             self._tell(f"point {rows[0].key} of step {rows[0].step}", refusal)
-        self._doubtful = False  # what it refuses it does not hold
+        self._doubtful = False  # the server does not hold points that it rejected
 
     def _compare(self) -> None:
         """Mark the points that the server already holds as sent."""
@@ -159,8 +159,8 @@ class Forwarder:
         self._doubtful = False
 
     def _refusal(self, send: Callable[[], object]) -> str | None:
-        """Why the server does not take what `send` sends; None where it does. Raises FAILURES when nobody knows, and
-        for a run that is deleted there: it takes nothing, until restored."""
+        """Call `send`; returns the reason if the server rejects the data, else None.
+        Raises FAILURES if the outcome is unknown, and for a deleted run, which accepts nothing until restored."""
         try:
             send()
         except FAILURES as error:
@@ -174,7 +174,7 @@ class Forwarder:
             _log.warning("tracking: %s refuses %s, which is left out: %s", shown(self._uri), what, refusal)
 
     def _send_document(self) -> None:
-        """Documents overwrite what an earlier try has left: sending one twice changes nothing."""
+        """Send the oldest document. A document overwrites its earlier copy, so sending one twice is harmless."""
         document = self._outbox.pending_document()
         if document is None:
             return
@@ -198,7 +198,7 @@ class Forwarder:
                 append_note(self._client, self._run_id, bound)
 
     def _put_scored(self, document: Document) -> None:
-        """A file that is gone or damaged costs its table, nothing else."""
+        """Send an evaluation as a table. If its file is missing or damaged, only the table is missing."""
         try:
             rows = json.loads(Path(document.data["file"]).read_text())
         except (OSError, ValueError) as error:
@@ -208,12 +208,12 @@ class Forwarder:
 
 
 def _limit_requests(seconds: float) -> None:
-    """Each request of MLflow's client from now on; it takes whole seconds."""
+    """Set the time limit of each later request of MLflow's client, in whole seconds."""
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, math.ceil(seconds)))
 
 
 def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:
-    """Bars: how many versions behind the trainer the consumed tokens were. `counts`: staleness -> tokens."""
+    """Bar chart of the staleness of consumed tokens. `counts`: staleness in versions -> tokens."""
     tokens = {int(lag): count for lag, count in counts.items() if count}
     total = sum(tokens.values())
     lags = range(min(tokens, default=0), max(tokens, default=0) + 1)

@@ -1,6 +1,6 @@
-"""Access to MLflow: checks before a run, and runs that are opened, added to and ended.
+"""Access to MLflow: check it before a run, and open, extend and end runs.
 
-Ids are always given: neither MLFLOW_RUN_ID nor a run that happens to be active plays a part.
+Ids are always explicit: neither MLFLOW_RUN_ID nor an active run matters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # MLflow reads these at its import or at each call
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself tries again
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself retries
 os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
 
 from mlflow import MlflowClient
@@ -33,9 +33,9 @@ from areal_core.errors import TrackingError
 from areal_core.tracking.outbox import EndStatus
 from areal_core.tracking.pages import NOTE, VIEW_TAG, table_path, view
 
-FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
-MAX_METRICS = 1000  # of one request
-# Answers below 500 that say nothing about what was sent: somebody mends access or address, or there is too much to do.
+FAILURES = (MlflowException, OSError)  # OSError: raised by requests when sending an artifact
+MAX_METRICS = 1000  # per request
+# Statuses below 500 that do not reject the data: access or address must be corrected, or the server is overloaded.
 _NO_REFUSALS = (401, 403, 404, 408, 429)
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _MAX_DIGEST = 36  # characters of a data set's digest
@@ -43,7 +43,7 @@ _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 
 
 def check_reachable(uri: str) -> None:
-    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow responds there within 10 seconds."""
+    """Raise TrackingError, naming tracking.uri, unless MLflow responds within 10 seconds."""
     _check_scheme(uri)
     _check_file(uri)
     with _reporting(uri):
@@ -58,10 +58,11 @@ def start_run(
     params: Mapping[str, Any],
     inputs: Iterable[Mapping[str, str]] = (),
 ) -> str:
-    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json;
-    `inputs` are data sets: name, digest, source, and the context, which is training or evaluation.
+    """Open a run and return its id. Raises TrackingError.
 
-    What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
+    `params` is the resolved configuration; it becomes parameters with dotted names, and config.json. `inputs` are data
+    sets with name, digest, source and context (training or evaluation). Values above MLflow's length limits are cut and
+    marked.
     """
     _check_scheme(uri)
     client = MlflowClient(uri)
@@ -84,10 +85,8 @@ def start_run(
 
 
 def resume_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> bool:
-    """Take up a run that was opened before, with these tags and this config.json: parameters themselves can't change.
-
-    False when it isn't there any more. Raises TrackingError.
-    """
+    """Reopen an earlier run with new tags and config.json; parameters can't change. Raises TrackingError.
+    Returns False if the run does not exist any more."""
     _check_scheme(uri)
     client = MlflowClient(uri)
     with _reporting(uri):
@@ -109,8 +108,8 @@ def add_to_run(
     files: Iterable[Path] = (),
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> None:
-    """Log metrics of one step; put files, and rows of tables by their names, among the artifacts of `folder`. Raises
-    TrackingError."""
+    """Log metrics of one step, and add files and tables to artifacts in `folder`. Raises TrackingError.
+    `tables` maps the name of a table to its rows."""
     client, now_ms = MlflowClient(uri), int(time.time() * 1000)
     with _reporting(uri):
         client.log_batch(run_id, metrics=[Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
@@ -121,15 +120,15 @@ def add_to_run(
 
 
 def put_table(client: MlflowClient, run_id: str, path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table among a run's artifacts, as `MlflowClient.log_table` writes it; that would append the rows again when it
-    is called again."""
+    """Write a table to a run's artifacts, in the format of `MlflowClient.log_table`.
+    That method would append the rows again when it is called again."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     client.log_text(run_id, json.dumps(table), path)
-    listing = "mlflow.loggedArtifacts"  # the page shows these as tables
+    listing = "mlflow.loggedArtifacts"  # MLflow's page shows these artifacts as tables
     try:
         before = json.loads(client.get_run(run_id).data.tags.get(listing, "[]"))
-    except ValueError:  # a server cuts what is too long
+    except ValueError:  # a server may have cut the value
         before = []
     entry = {"path": path, "type": "table"}
     listed = [*(other for other in before if other != entry), entry]
@@ -139,7 +138,7 @@ def put_table(client: MlflowClient, run_id: str, path: str, rows: Sequence[Mappi
 
 
 def append_note(client: MlflowClient, run_id: str, text: str) -> None:
-    """Add a paragraph to a run's description, unless it is there; what stood before is cut to leave it room."""
+    """Append a paragraph to a run's description unless present; cuts the earlier text to make room."""
     before = client.get_run(run_id).data.tags.get(NOTE, "")
     if text not in before:
         before = _cut(before, _MAX_TAG - len(text) - 2)
@@ -147,27 +146,27 @@ def append_note(client: MlflowClient, run_id: str, text: str) -> None:
 
 
 def end_run(uri: str, run_id: str, status: EndStatus) -> None:
-    """Say how a run ended. Raises TrackingError."""
+    """Record how a run ended. Raises TrackingError."""
     with _reporting(uri):
         MlflowClient(uri).set_terminated(run_id, status)
 
 
 def experiment_of(uri: str, run_id: str) -> str:
-    """The id of the experiment that a run belongs to. Raises TrackingError."""
+    """The id of a run's experiment. Raises TrackingError."""
     with _reporting(uri):
         return str(MlflowClient(uri).get_run(run_id).info.experiment_id)
 
 
 def tag(key: str, value: str) -> RunTag:
-    """A tag, cut to what MLflow takes."""
+    """A tag, cut to MLflow's length limits."""
     return RunTag(_name(key), _cut(value, _MAX_TAG))
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether the server has answered that it does not take what was sent: the same again would end the same."""
+    """Whether the server has rejected the data, so that sending them again would fail again."""
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
-    elif isinstance(error, HTTPError) and error.response is not None:  # of an artifact
+    elif isinstance(error, HTTPError) and error.response is not None:  # raised for an artifact
         status = error.response.status_code
     else:
         return False
@@ -184,13 +183,13 @@ def _exists(client: MlflowClient, run_id: str) -> bool:
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """The id of the experiment `name`, made if absent."""
+    """The id of the experiment `name`, created if missing."""
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
             made = client.create_experiment(name, artifact_location=_artifact_folder(uri))
             found = client.get_experiment(made)
-        except MlflowException:  # another process made it meanwhile
+        except MlflowException:  # another process created it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -205,8 +204,8 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def _experiment_tags(experiment: Experiment) -> dict[str, str]:
-    """Its pages are those of training runs, where the browser does not decide; every page has a link to the table of
-    runs, unless somebody has described the experiment otherwise."""
+    """Tags that select MLflow's pages for training runs, and add a table of runs to the description.
+    The link to the table is left out if a person has written another description."""
     table = f"Training runs: [table with modes, scores and speeds]({table_path(experiment.experiment_id)})"
     return {
         "mlflow.experimentKind": "custom_model_development",
@@ -216,14 +215,14 @@ def _experiment_tags(experiment: Experiment) -> dict[str, str]:
 
 
 def _artifact_folder(uri: str) -> str | None:
-    """Beside the file of an SQLite database; servers decide for themselves."""
+    """The artifact folder beside an SQLite database; None for servers, which have their own."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "artifacts").as_uri()
 
 
 def _check_file(uri: str) -> None:
-    """An SQLite file that can't be written is found at once; MLflow tries for minutes."""
+    """Raise TrackingError for an unwritable SQLite file, which MLflow would retry for minutes."""
     if uri.startswith("sqlite:///"):
         try:
             with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=2.0)) as database:
@@ -244,9 +243,9 @@ def _is_database(uri: str) -> bool:
 
 
 def _name(text: str) -> str:
-    """A name that MLflow takes for a parameter or a tag."""
+    """A parameter or tag name with only the characters and length that MLflow accepts."""
     name = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_"
-    # Long names that begin alike stay apart.
+    # The checksum keeps long names with equal beginnings distinct.
     return name if len(name) <= _MAX_NAME else f"{_cut(name, _MAX_NAME - 8)}{zlib.crc32(name.encode()):08x}"
 
 
@@ -266,12 +265,12 @@ def _reporting(uri: str) -> Iterator[None]:
 
 
 def shown(uri: str) -> str:
-    """A URI without a password."""
+    """A URI without its password."""
     return re.sub(r"//[^/@]*@", "//", uri)
 
 
 def reason(error: BaseException) -> str:
-    """One line: the root of a chain such as MlflowException <- requests <- urllib3 <- ConnectionRefusedError."""
+    """The root cause of an error chain, such as MlflowException <- requests <- urllib3, in one line."""
     root = error
     while below := root.__cause__ or root.__context__:
         root = below

@@ -1,11 +1,11 @@
-"""A run's own record of its metrics, and the queue to its tracking server: one SQLite file, open in several processes.
+"""A run's record of its metrics, and its queue to the tracking server, in one SQLite file.
 
-Metric points are keyed (run, key, step). Until a point is first attempted, a later write of it wins; from then on it is
-frozen, so that sending it again after a failure can only repeat what the server may already hold. What the server
-refuses waits no more.
+Several processes open the file. Metric points are keyed (run, key, step). Until a point is first attempted, a later
+write replaces it. Then it is frozen, so that sending it again after a failure only repeats a value that the server may
+hold. Rejected points are not sent again.
 
-Points stay, as the run's record: about 200 bytes each, 14 kB for a step of 70 curves, whether they are sent or not. Of
-a document that was sent nothing stays but a digest; what those that wait may take is bounded.
+Points stay as the run's record, sent or not: about 200 bytes each, 14 kB for a step of 70 curves. Of a sent document
+only a digest stays. The size of waiting documents is bounded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from areal_core.types import MetricRow
 DocumentKind = Literal["dataset_report", "evaluation", "staleness_histogram", "summary", "trajectories"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
-_KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
+_KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # metric names that MLflow accepts
 _ATTEMPTED, _SETTLED = 1, 2  # states of a row; 0: not attempted yet
-_MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
-_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added
+_MANY = ("trajectories", "staleness_histogram")  # documents that are written every few steps
+_MAX_BYTES = 256 << 20  # size limit of waiting documents; above it none of _MANY is added
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Something for people to look at: a table, the numbers of a plot, a summary."""
+    """A record for people: a table, the numbers of a plot, or a summary."""
 
     kind: DocumentKind
     step: int
@@ -57,26 +57,26 @@ class Document:
 
 
 def points(step: int, values: Mapping[str, Any], *, ago_s: float = 0.0) -> list[MetricRow]:
-    """Points of one step, time-stamped `ago_s` before now, as plain numbers. Raises TrackingError that names a metric
-    without one."""
+    """Points of one step, time-stamped `ago_s` seconds before now, with values as plain numbers.
+    Raises TrackingError naming a metric whose value is not a number."""
     now, rows = time.time() - ago_s, list[MetricRow]()
     for key, value in values.items():
         try:
             rows.append(MetricRow(key=str(key), step=step, value=float(value), time_s=now))
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # the last is torch's
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # RuntimeError comes from torch
             raise TrackingError(f"metric {key!r}: must be a number, got {value!r:.80}") from error
     return rows
 
 
 class Outbox:
-    """The metrics and documents of a run. The first half is for writers, the second for the one forwarder.
+    """Metrics and documents of a run. Writers use methods up to `reopen`, the forwarder the others.
 
-    Writing takes no network and no MLflow. Safe between threads and between processes.
+    Writing needs neither network nor MLflow. Safe between threads and between processes.
     """
 
     def __init__(self, path: Path, run_key: str, *, timeout_s: float = 30.0) -> None:
-        """Open the file `path`, made if absent, for the run `run_key`. `timeout_s` bounds the wait for another
-        process that writes. Raises TrackingError."""
+        """Open the file `path` for the run `run_key`, creating it if missing. Raises TrackingError.
+        `timeout_s` bounds the wait for other writing processes."""
         self._run = run_key
         self._lock = threading.Lock()
         try:
@@ -91,7 +91,7 @@ class Outbox:
         self._db.close()
 
     def log(self, rows: Iterable[MetricRow]) -> None:
-        """Queue points of curves. A key that MLflow would refuse raises TrackingError, once the others are queued."""
+        """Queue points of curves. Raises TrackingError for an invalid key, after queueing all other points."""
         values: list[tuple[object, ...]] = []
         refused: str | None = None
         for row in rows:
@@ -110,13 +110,13 @@ class Outbox:
             )
 
     def document(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Queue a document. Another one of the same kind and step replaces it, sent or not. By kind, `data` holds:
+        """Queue a document, replacing any of the same kind and step, sent or not. `data` by kind:
 
         - trajectories: {"rows": [{column: value, ...}, ...]}. It becomes a table with a row for each trajectory.
         - evaluation: {"file": path}, JSON. It becomes a table with a row for each problem; `step` is the version.
         - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
         - summary: the fields of RunSummary. They become a file and a few final metrics.
-        - dataset_report: what a file of that name holds.
+        - dataset_report: the dataset report, which becomes a file.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.
         """
@@ -131,11 +131,11 @@ class Outbox:
         )
 
     def end(self, status: EndStatus) -> None:
-        """Record how the run ended, after which nothing more comes: the forwarder finishes."""
+        """Record how the run ended; nothing is added afterwards, so the forwarder finishes."""
         self._write("INSERT OR REPLACE INTO ends (run, status) VALUES (?, ?)", [(self._run, status)])
 
     def reopen(self) -> None:
-        """Take an earlier `end` back: the run goes on."""
+        """Revoke an earlier `end`, for a resumed run."""
         self._write("DELETE FROM ends WHERE run = ?", [(self._run,)])
 
     def ended(self) -> EndStatus | None:
@@ -143,14 +143,14 @@ class Outbox:
         return rows[0][0] if rows else None
 
     def unsent(self) -> int:
-        """The number of points and documents that wait."""
+        """Number of waiting points and documents."""
         return sum(
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
             for table in ("metrics", "documents")
         )
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
-        """All points of all curves, sent or not: key -> (step, value), by step."""
+        """All points of all curves, sent or not: key -> [(step, value), ...] sorted by step."""
         curves: dict[str, list[tuple[int, float]]] = {}
         for key, step, value in self._read(
             "SELECT key, step, value FROM metrics WHERE run = ? ORDER BY key, step", self._run
@@ -159,12 +159,12 @@ class Outbox:
         return curves
 
     def mean(self, key: str) -> float | None:
-        """The mean of a curve's points; None for one without points."""
+        """The mean of a curve's points; None without points."""
         [[mean]] = self._read("SELECT avg(value) FROM metrics WHERE run = ? AND key = ?", self._run, key)
         return mean
 
     def attempt_metrics(self, limit: int) -> list[MetricRow]:
-        """The oldest `limit` unsent points, frozen from here on; those that were attempted before come first."""
+        """Freeze and return the oldest `limit` unsent points, previously attempted ones first."""
         self._write(
             f"UPDATE metrics SET state = {_ATTEMPTED} WHERE rowid IN "
             "(SELECT rowid FROM metrics WHERE run = ? AND state < 2 ORDER BY state DESC, rowid LIMIT ?)",
@@ -173,9 +173,8 @@ class Outbox:
         return self.attempted_metrics(limit)
 
     def attempted_metrics(self, limit: int = -1) -> list[MetricRow]:
-        """Points that were being sent when the forwarder failed or died: the server may hold them or not. The oldest
-        `limit` of them; all if negative."""
-        rows = self._read(  # the first condition names the partial index
+        """The oldest `limit` attempted points (negative: all), which the server may or may not hold."""
+        rows = self._read(  # the condition `state < 2` selects the partial index
             f"SELECT key, step, value, time_s FROM metrics WHERE run = ? AND state < 2 AND state = {_ATTEMPTED} "
             "ORDER BY rowid LIMIT ?",
             self._run,
@@ -187,22 +186,22 @@ class Outbox:
         ]
 
     def settle_metrics(self, rows: Iterable[MetricRow]) -> None:
-        """Points wait no more: the server has them, or refuses them."""
+        """Mark points as settled: the server holds or rejects them."""
         self._write(
             f"UPDATE metrics SET state = {_SETTLED} WHERE run = ? AND key = ? AND step = ?",
             [(self._run, row.key, row.step) for row in rows],
         )
 
     def pending_document(self) -> Document | None:
-        """The oldest document that waits."""
+        """The oldest waiting document, or None."""
         query = "SELECT kind, step, data, time_s FROM documents WHERE run = ? AND state < 2 ORDER BY rowid LIMIT 1"
         for kind, step, data, time_s in self._read(query, self._run):
             return Document(kind=kind, step=step, data=json.loads(data), time_s=time_s)
         return None
 
     def settle_document(self, document: Document) -> None:
-        """A document waits no more, as `settle_metrics` has it, unless it was replaced by now. Its digest stays, by
-        which the same one is known."""
+        """Mark a document as settled unless it was replaced meanwhile, and keep only its digest.
+        The digest recognises an equal document later."""
         which = (self._run, document.kind, document.step, document.time_s)
         self._write(
             f"UPDATE documents SET state = {_SETTLED}, data = ? WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
@@ -210,9 +209,9 @@ class Outbox:
         )
 
     def _check_room(self, kind: str) -> None:
-        """Raises TrackingError for one more document of a kind of which there are many, if too much waits."""
+        """Raise TrackingError for a frequent kind of document if too many bytes of documents wait."""
         pages, page_size = (self._read(f"PRAGMA {name}")[0][0] for name in ("page_count", "page_size"))
-        if pages * page_size < _MAX_BYTES:  # all of the file, points too: no need to look closer
+        if pages * page_size < _MAX_BYTES:  # the whole file is smaller: no closer look needed
             return
         waiting = self._read("SELECT TOTAL(LENGTH(data)) FROM documents WHERE run = ? AND state < 2", self._run)[0][0]
         if waiting > _MAX_BYTES and kind in _MANY:
@@ -231,7 +230,7 @@ class Outbox:
 
 
 def curves_of(path: Path, run: str) -> dict[str, list[tuple[int, float]]]:
-    """The history of a run, which may have failed before it had an outbox."""
+    """The history of a run; empty if the run failed before it had an outbox."""
     if not path.exists():
         return {}
     with closing(Outbox(path, run)) as outbox:

@@ -1,4 +1,4 @@
-"""Addresses of MLflow's pages, and what its table of runs shows. A database has no pages: its addresses are None."""
+"""URLs of MLflow's pages and columns of its table of runs. A database has no pages: URLs are None."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 NOTE = "mlflow.note.content"  # tag of a run or an experiment: the description on its page
 _VIEW = "areal"
-VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"  # of an experiment: MLflow lists it under *Views*
-_TRAINING = "workflowType=machine_learning"  # without it a browser shows the pages of chat applications
-_COLUMNS = {  # of the table: width in pixels
+VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"  # tag of an experiment: a view that MLflow lists under *Views*
+_TRAINING = "workflowType=machine_learning"  # otherwise MLflow shows the pages for chat applications
+_COLUMNS = {  # column of the table -> width in pixels
     "tags.`mode`": 64,
     "tags.`eta`": 48,
     "metrics.`heldout/accuracy`": 135,
@@ -22,8 +22,8 @@ _COLUMNS = {  # of the table: width in pixels
 
 
 def view(created_ms: int) -> str:
-    """The value of VIEW_TAG: the columns, best score first. MLflow's own order, by time, folds the trials of a
-    comparison into one row."""
+    """The value of VIEW_TAG: selected columns, sorted by best score.
+    MLflow's default order, by time, folds the trials of a comparison into one row."""
     names = [*_COLUMNS]
     columns = {"selectedColumns": names, "columnOrder": names, "columnWidths": _COLUMNS}
     state = columns | {"orderByKey": "metrics.`heldout/accuracy`", "orderByAsc": False}
@@ -31,7 +31,7 @@ def view(created_ms: int) -> str:
 
 
 def table_path(experiment_id: str) -> str:
-    """The table of an experiment's runs, relative to the server's address; other settings there would undo the view."""
+    """Path of an experiment's table of runs on the server; further URL parameters would undo the view."""
     return f"#/experiments/{experiment_id}/runs?{_TRAINING}&viewStateShareKey={_VIEW}"
 
 
@@ -46,7 +46,7 @@ def run_page(uri: str, experiment_id: str, run_id: str) -> str | None:
 def curves_page(
     uri: str, experiment_id: str, run_ids: Sequence[str], metric: str, x_axis: Literal["relative", "step"]
 ) -> str | None:
-    """A metric of several runs in one chart, over the time since its first point, or over steps."""
+    """URL of a chart of one metric of several runs, over relative time or steps."""
     values = {"runs": run_ids, "metric": metric, "experiments": [experiment_id], "plot_metric_keys": [metric]}
     query = "&".join(f"{name}={quote(json.dumps(value, separators=(',', ':')))}" for name, value in values.items())
     return _page(uri, f"#/metric?{query}&x_axis={x_axis}&show_point=true&{_TRAINING}")

@@ -1,7 +1,7 @@
-"""Timelines: spans of what the processes of a run did and when, for plots and for the account of what bounded it.
+"""Timelines: timed spans of activities of a run's processes, for plots and the bottleneck report.
 
-One file a process, `<run folder>/timeline/<process>.jsonl`, one span a line. What is not in a span is start-up or work
-too short to be seen.
+Each process has one file, `<run folder>/timeline/<process>.jsonl`, with one span per line. Time outside of spans is
+start-up or very short work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KINDS = ("generate", "wait", "update", "recompute", "train", "score", "publish", "checkpoint", "evaluate")
-_SHORTEST_S = 5e-4  # what is shorter can't be seen, and there may be a lot of it
+_SHORTEST_S = 5e-4  # shorter spans are invisible in plots, and may be many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class Span:
     kind: str  # one of KINDS
     start_s: float  # since the epoch
     end_s: float
-    step: int | None = None  # the training step that it was for, or the version that was scored
-    cpu_s: float | None = None  # that the process used since its previous span; None: not measured
+    step: int | None = None  # its training step, or the version that was scored
+    cpu_s: float | None = None  # CPU time of the process since its previous span; None: not measured
 
     @property
     def role(self) -> str:
@@ -33,9 +33,9 @@ class Span:
 
 
 class TimelineWriter:
-    """Appends the spans of the process that `path` is named after. Times are `time.monotonic()` of this machine.
+    """Appends the spans of the process named in `path`. Times are `time.monotonic()` of this machine.
 
-    `cpu` returns the CPU seconds that the process has used so far; those used before this call count in no span.
+    `cpu` returns the CPU seconds that the process has used so far. CPU time before construction belongs to no span.
     """
 
     def __init__(self, path: Path, *, cpu: Callable[[], float] | None = None) -> None:
@@ -56,7 +56,7 @@ class TimelineWriter:
 
 
 class Activity:
-    """What a process is doing, one of KINDS at a time, and the seconds that it has spent on each."""
+    """The present activity of a process, one of KINDS, and the seconds spent on each kind."""
 
     def __init__(
         self, kind: str, timeline: TimelineWriter | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -68,7 +68,7 @@ class Activity:
         self._seconds: dict[str, float] = {}
 
     def note(self, kind: str) -> None:
-        """From now on the process does `kind`."""
+        """Switch to the activity `kind`."""
         now = self._clock()
         self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._marked
         self._marked = now
@@ -88,8 +88,8 @@ class Activity:
 
 
 def read_timeline(folder: Path) -> list[Span]:
-    """All spans of a run, by their start. Lines that a killed process left unfinished, or of which a loss of power left
-    parts, are no spans."""
+    """All spans of a run, sorted by start time.
+    Skips lines that are incomplete because a process was killed or the power failed."""
     spans: list[Span] = []
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text(errors="replace").splitlines():

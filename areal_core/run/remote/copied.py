@@ -1,13 +1,13 @@
 """A remote worker's copy of a run's folder.
 
-    <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
+    <folder>/runs/<run_id>/     like the run's own: holds the inputs of processes here, and their outputs, to be sent
         model/                  the base model
-        weights/                versions that the stager has brought, or rank 0 has made
+        weights/                versions that the stager has fetched, or rank 0 has made
         copy.json  copy.lock    this copy's name, the URLs of head node and stager; held by its worker and its processes
 
-A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
-what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
-over.
+One thread reports the processes here to the head node once a second, and receives the ready files that they need.
+Another thread sends their logs and timelines. The head node says whether the run has ended. If it is unreachable for
+NO_HEAD_S, the run counts as ended.
 """
 
 from __future__ import annotations
@@ -51,50 +51,50 @@ from areal_core.storage import lease
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 
-POLL_S = 1.0  # between two looks at the run
-NO_HEAD_S = 60.0  # without a word of the head node: the run is over
-_SEND_S = 2.0  # between two looks at what processes have written
-_LAST_WORDS_S = 10.0  # for the rest of it, and to say that this worker ends
-_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
-_CLAIM_S = GONE_S + 10.0  # for a worker that is gone to be missed
-_LEAST_VERSIONS, _MOST_VERSIONS = 2, 8  # that stay here
-_TEXT_CHARS = 200  # that the head node takes of what a process says
+POLL_S = 1.0  # between two reports to the head node
+NO_HEAD_S = 60.0  # without a response of the head node, the run counts as ended
+_SEND_S = 2.0  # between two transfers of logs and timelines
+_LAST_WORDS_S = 10.0  # time for the remaining log lines and the final report
+_OWNER_S = 5.0  # beyond launch.stop_timeout_s: time for processes of an earlier command to end
+_CLAIM_S = GONE_S + 10.0  # time until the share of a lost worker is free
+_LEAST_VERSIONS, _MOST_VERSIONS = 2, 8  # versions kept on this machine
+_TEXT_CHARS = 200  # longest text in a heartbeat that the head node accepts
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{,159}", re.ASCII)
 _FILE = re.compile(r"[\w+-][\w.+ -]*", re.ASCII)
 _NEEDED = re.compile(r"(controller|rendezvous|trainer)-\d+", re.ASCII)
 
 
 class RunLostError(ProcessError):
-    """The run has ended, and not in order, or its head node is out of reach: another one may go on with it."""
+    """The run did not end in order, or its head node is unreachable; another head node may resume the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a share is worked on with, while it is one's own."""
+    """Resources of a remote worker while it owns its share."""
 
     run: RunDir
-    locks: tuple[int, ...]  # inherited by the processes here: a command that takes their place waits for them
-    stager: str | None = None  # URL of what brings versions onto this machine; None where nothing needs them
+    locks: tuple[int, ...]  # inherited by the processes here; a command that replaces them waits for the locks
+    stager: str | None = None  # URL of the stager of this machine; None if nothing here needs versions
     ended: Callable[[], bool]  # whether the run has ended in order; raises RunLostError
 
 
 class CopiedFolder:
-    """The copy of a run's folder in `folder`, made from what its head node serves."""
+    """The copy of a run's folder in `folder`, made from the data of the head node's data server."""
 
     def __init__(self, head: Head, folder: Path) -> None:
         self._head = head
         self._folder = folder.absolute()
-        self._about: dict[str, Any] = {}  # of the run, once it is found
-        self._url = ""  # of the head node that has told it
+        self._about: dict[str, Any] = {}  # response to GET /run, once the run is found
+        self._url = ""  # URL of the head node that responded
 
     @property
     def run(self) -> RunDir:
-        """Once the run is found."""
+        """The copy of the run's folder, once the run is found."""
         return RunDir(self._folder / "runs" / self._about["run_id"])
 
     def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
-        """The run's configuration once a head node runs it; None where it has ended in order, or `stop` is set. Raises
-        ConfigError where none does within `patience_s`."""
+        """Wait for a run and return its configuration; None if it has ended in order or `stop` is set.
+        Raises ConfigError if no run starts within `patience_s`."""
         deadline = time.monotonic() + patience_s
         with closing(self._head.session()) as session:
             while not stop.is_set():
@@ -116,10 +116,11 @@ class CopiedFolder:
     def taken(
         self, share: Share, config: RunConfig, address: str, *, beside: Supervision, stop: StopSignal
     ) -> Iterator[Place]:
-        """Within, the share is this worker's alone, whose machine has `address`, and the copy is kept up to date. Waits
-        for the processes of an earlier command to end.
+        """Own the share within the `with`, and keep the copy up to date; yields the resources of the share.
 
-        Raises ProcessError where the share is another worker's, and what keeps the copy from being made."""
+        `address` is this machine's. Waits for the processes of an earlier command to end. Raises ProcessError if
+        another worker owns the share, and the errors of making the copy.
+        """
         run = self.run
         try:
             run.root.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ class CopiedFolder:
         write_json(run.root / "run.json", dataclasses.asdict(info))
 
     def _fetch_model(self, run: RunDir, stop: StopSignal, *, weights: bool) -> None:
-        """What of the model's files is not here, or is another one. Raises RunLostError, also once `stop` is set."""
+        """Fetch missing and changed files of the model. Raises RunLostError, also once `stop` is set."""
         folder, wanted = _model(run), self._about["model"]
         if not weights:
             wanted = {name: file for name, file in wanted.items() if not name.endswith(".safetensors")}
@@ -174,7 +175,7 @@ class CopiedFolder:
 
 
 class _Following:
-    """What the head node and this copy know of each other."""
+    """Keeps head node and copy informed of each other's processes."""
 
     def __init__(self, head: Head, run: RunDir, config: RunConfig, share: Share, address: str) -> None:
         self._head = head
@@ -184,13 +185,13 @@ class _Following:
         self._its: Owned = owned(config, share)
         self._node = (run.copy() or {})["node"]
         self._over = threading.Event()
-        self._silent_s = 0.0  # since the head node's last word, as far as it was asked for one
+        self._silent_s = 0.0  # since the head node's last response, counting only time in which it was asked
         self._ended: str | None = None
 
     @contextmanager
     def running(self, beside: Supervision, stop: StopSignal) -> Iterator[_Following]:
-        """Have the share, and follow the head node until the end of the `with`. Raises ProcessError where the share is
-        another one's."""
+        """Claim the share, and follow the head node until the end of the `with`.
+        Raises ProcessError if another worker owns the share."""
         with closing(self._head.session()) as session, closing(self._head.session()) as channel:
             files = [f"{folder}/{name}" for folder, name in sorted(self._its.files)]
             sender = Sender(self._run.root, files, partial(self._append, channel), self._run.root / "sent.json")
@@ -205,7 +206,7 @@ class _Following:
                 yield self
 
     def ended(self) -> bool:
-        """Whether the run has ended in order. Raises RunLostError where it has otherwise, or is out of reach."""
+        """Whether the run has ended in order. Raises RunLostError if it ended otherwise, or is unreachable."""
         if self._ended not in (None, IN_ORDER):
             raise RunLostError(f"run {self._run.root.name} has ended and left no summary")
         if self._silent_s > NO_HEAD_S:
@@ -235,12 +236,13 @@ class _Following:
                     raise ProcessError(taken)
                 self._silent_s = 0.0
             except AwayError:
-                # Time in which this machine was stopped is no silence of the head node's.
+                # Do not count time in which this machine itself was suspended.
                 self._silent_s += min(time.monotonic() - since, self._head.timeout_s + 2 * POLL_S)
             since = time.monotonic()
 
     def _beat(self, session: Session, *, over: bool = False) -> str | None:
-        """Tell, and take what is told; returns who has the share, if it is another one. Raises AwayError."""
+        """Report to the head node and apply its response; returns an error if another worker owns the share.
+        Raises AwayError, and ProcessError or RunLostError for an unexpected response."""
         said = {
             "role": self._share.role,
             "first": self._share.first,
@@ -259,7 +261,7 @@ class _Following:
         heard = parsed(content)
         if heard["run_id"] != self._run.root.name:
             raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
-        if heard["number"] != self._run.info().number:  # another launcher goes on with the run
+        if heard["number"] != self._run.info().number:  # another launcher has resumed the run
             self._run.numbered(heard["number"])
         self._put(heard["ready"])
         _note(self._run, head=session.url)
@@ -278,7 +280,7 @@ class _Following:
         return {"ready": ready, "heartbeats": heartbeats}
 
     def _put(self, ready: dict[str, Any]) -> None:
-        """Ready files of processes elsewhere, as the head node has them."""
+        """Write the ready files of processes on other machines, as the head node reports them."""
         there = {name: info for name, info in ready.items() if _NEEDED.fullmatch(name)}
         for name, info in there.items():
             if name not in self._its.processes and self._run.ready_info(*role_and_index(name)) != info:
@@ -298,8 +300,8 @@ class _Following:
             sender.look()
 
     def _say_last_words(self, sender: Sender, session: Session, threads: Sequence[threading.Thread]) -> None:
-        """The rest of what processes have written, and that this worker ends. Where nobody hears it, the head node
-        finds out by itself. Nothing is said while one of the threads uses what it is said with."""
+        """Send the remaining log lines and the final report; skipped while a thread still uses the sessions.
+        If the head node is unreachable, it notices the end of this worker by itself."""
         if any(thread.is_alive() for thread in threads):
             return
         deadline = time.monotonic() + _LAST_WORDS_S
@@ -309,8 +311,8 @@ class _Following:
             self._beat(session, over=True)
 
     def _send_rest(self, sender: Sender, session: Session) -> bool:
-        """Whether the head node has it all. A data server that has just been started again knows no share until it is
-        told of it, and takes nothing before."""
+        """Report, then send the remaining log lines; returns whether the head node has received all of them.
+        The report comes first, because a restarted data server accepts no data before it knows the share."""
         try:
             self._beat(session)
         except AwayError:
@@ -319,7 +321,7 @@ class _Following:
 
 
 def _about(session: Session) -> dict[str, Any]:
-    """What the head node says of its run. Raises AwayError, ConfigError."""
+    """The head node's description of its run. Raises AwayError, ConfigError."""
     status, content = session.ask("GET", "/run")
     about = parsed(content) if status == 200 else None
     if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
@@ -331,7 +333,8 @@ def _about(session: Session) -> dict[str, Any]:
 
 
 def _check_store(run: RunDir, config: RunConfig) -> None:
-    """Ranks read checkpoints of the run's store, where its launcher's lease is. Raises ConfigError, StorageError."""
+    """Check that this machine reaches the run's store, which holds the lease and the checkpoints.
+    Raises ConfigError, StorageError."""
     url = run.info().checkpoint_url
     storage = Storage.open(url, config.storage.endpoint_url)
     if lease.Marked(storage, lease.NAME).read()[0] is None:
@@ -346,7 +349,7 @@ def _model(run: RunDir) -> Path:
 
 
 def _note(run: RunDir, **urls: str) -> None:
-    """Note the URLs of head node and stager, and the name of this copy, which is made once."""
+    """Record the URLs of head node and stager, and the name of this copy, which is chosen once."""
     known = run.copy() or {"node": secrets.token_hex(8)}
     if known != (noted := known | urls):
         write_json(run.copy_file, noted)

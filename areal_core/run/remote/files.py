@@ -1,14 +1,14 @@
-"""The data server of the head node: what other machines need of the run's folder, over HTTP.
+"""The data server of the head node: serves the run's files to other machines over HTTP.
 
-    remote worker --GET /run, /model/NAME, /versions/N--> what its copy of the run's folder holds
+    remote worker --GET /run, /model/NAME, /versions/N--> the contents of its copy of the run's folder
     its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
     remote worker --POST /nodes/NODE, once a second--> its ready files and heartbeats; back: those that it needs
-                  --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
+                  --POST /nodes/NODE/logs/FILE, /timeline/FILE--> new lines of its processes
     rank 0, on another machine --POST /nodes/NODE/versions--> a version to fetch from there
 
-A process of the run, beside the controller: while versions and trajectories travel, requests of the controller do not
-wait. It ends with 0 once the run has ended in order and all remote workers have said their last words, and tells them
-when it is ended before. areal_core.api.head is their side.
+The data server is a process beside the controller, so that transfers of versions and trajectories do not delay the
+controller's requests. It exits with 0 once the run has ended in order and all remote workers have sent their final
+report. If it is stopped earlier, it tells the remote workers. The client side is areal_core.api.head.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run has ended
-_POLL_S = 0.5  # between two looks whether the run has ended
-_STATE_S = 0.2  # that a look at ready files is good for
-_TAKE_S = 5.0  # of a request that waits for a version
-_LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
-_SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
-_MOST_BYTES = 2**20  # of a request
+IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run ended
+_POLL_S = 0.5  # between two checks whether the run has ended
+_STATE_S = 0.2  # how long the contents of ready files are cached
+_TAKE_S = 5.0  # longest wait of a request for a version
+_LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s: time for remote workers to end
+_SHARE_OF_STOP = 0.8  # share of launch.stop_timeout_s for the same, if this process is stopped
+_MOST_BYTES = 2**20  # most bytes of a request
 
 
 class NoShareError(ArealError):
-    """A node has no share of the run, or not any more."""
+    """A remote worker has no share of the run, or has lost it."""
 
 
 class Made(msgspec.Struct):
-    """A version that rank 0 has made on another machine."""
+    """A policy version that rank 0 has made on another machine."""
 
     version: Annotated[int, msgspec.Meta(ge=1)]
     digest: str
-    url: str  # of the stager there
-    release: list[int] = []  # versions whose folders may go
+    url: str  # of the stager on that machine
+    release: list[int] = []  # obsolete versions, to be deleted
 
 
 class Files:
-    """Routes of one run's head node. All methods run in the event loop."""
+    """Routes of the data server of one run. All methods run in the event loop."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -74,7 +74,7 @@ class Files:
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
         self._looked_at = float("-inf")
-        self.ended: str | None = None  # how the run has, IN_ORDER or OTHERWISE
+        self.ended: str | None = None  # how the run ended: IN_ORDER or OTHERWISE; None while it runs
         self.model: asyncio.Future[dict[str, dict[str, Any]]] = asyncio.ensure_future(
             asyncio.to_thread(_listed, self._folder)
         )
@@ -97,7 +97,7 @@ class Files:
         return app
 
     async def _about(self, _: web.Request) -> web.Response:
-        """All that a copy begins with, once the files of the model are hashed."""
+        """`GET /run`: everything to start a copy from, once the files of the model are hashed."""
         return web.json_response(
             {
                 "run_id": self._run.root.name,
@@ -115,7 +115,7 @@ class Files:
         return web.FileResponse(self._folder / name)
 
     async def _payloads(self, request: web.Request) -> web.Response:
-        """Parts of a segment, end to end. Whether they are what was stored, who asks for them finds out."""
+        """`GET /payloads/SEGMENT`: parts of a segment, concatenated. The client verifies their checksums."""
         spans, name = parsed_spans(request.query.get("spans", "")), request.match_info["segment"]
         try:
             parts = await asyncio.to_thread(_parts, segment_file(self._run.payloads, name), spans)
@@ -130,7 +130,8 @@ class Files:
         return web.json_response(self._now())
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Fetch a version from the machine of rank 0, and release others. Its path here; 202 while it is on its way."""
+        """Fetch a version from the machine of rank 0 and delete obsolete ones.
+        Responds with the local path, or with 202 while the transfer is in progress."""
         if FIRST_RANK not in self._owned(request).processes:
             raise ValueError("node: does not run rank 0")
         made = await read(request, Made)
@@ -141,17 +142,17 @@ class Files:
                 here = await self.cache.staged(version, Head(made.url, self._run.token(), name="url"))
         except TimeoutError:
             return web.Response(status=202)
-        self.cache.forget(here.version)  # announced once more, it is fetched once more: it may be damaged by then
+        self.cache.forget(here.version)  # fetch a version again if it is announced again: it may be damaged
         return web.json_response({"path": here.path})
 
     async def _append(self, request: web.Request) -> web.Response:
-        """What a process has written, at the end of its file here, which has `offset` bytes. The size of the file then;
-        with 409 the size that it has."""
+        """Append a process's new lines to its file on the head node, if that file has `offset` bytes.
+        Responds with the new size, or with 409 and the present size."""
         its = self._owned(request)
         kind, name = request.match_info["kind"], request.match_info["name"]
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
-        older = logs.LOG_FILES if kind == LOGS else None  # a timeline is not rotated
+        older = logs.LOG_FILES if kind == LOGS else None  # timelines are not rotated
         file, data = self._run.root / kind / name, await request.read()
         fits, size = append(file, int(request.query["offset"]), data, limit=logs.LOG_BYTES, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)
@@ -162,7 +163,8 @@ class Files:
         return its
 
     def _now(self) -> dict[str, Any]:
-        """How the run has ended, if it has, and where the processes are that others need. A look serves all workers."""
+        """Whether and how the run has ended, and the ready files of the processes that other machines need.
+        One result is cached for all workers."""
         if time.monotonic() - self._looked_at >= _STATE_S:
             names = ["controller-0", "rendezvous-0"]
             names += [f"trainer-{rank}" for rank in range(self.config.trainer_processes)]
@@ -181,7 +183,7 @@ class Files:
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file of a model folder. Raises OSError."""
+    """Size and digest of every file of a model folder. Raises OSError."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
@@ -190,10 +192,11 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def append(file: Path, offset: int, data: bytes, *, limit: int, older: int | None) -> tuple[bool, int]:
-    """Put `data` at the end of a file if it has `offset` bytes. Returns whether it did, and the size of the file then.
+    """Append `data` to a file if the file has `offset` bytes; returns whether it did, and the new size.
 
-    A log, of which so many `older` files stay, is rotated where it would have more than `limit` bytes. Raises
-    OSError."""
+    With `older`, the file is a log. It is rotated instead if it would exceed `limit` bytes, and `older` rotated files
+    are kept. Raises OSError.
+    """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     with open(descriptor, "ab") as out:
         if (size := os.fstat(descriptor).st_size) != offset:
@@ -207,7 +210,7 @@ def append(file: Path, offset: int, data: bytes, *, limit: int, older: int | Non
 
 
 def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:
-    """Spans of a file, end to end; None where it has fewer bytes. Raises OSError."""
+    """Concatenated spans of a file; None if the file is too short. Raises OSError."""
     with file.open("rb") as segment:
         size = os.fstat(segment.fileno()).st_size
         if max(end for _, end in spans) > size or sum(end - start for start, end in spans) > size:
@@ -216,8 +219,8 @@ def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:
 
 
 async def _serve(run: RunDir, ready_file: Path) -> bool:
-    """Serve until the run has ended; whether it has in order. Raises OSError for a model that can't be read, or a port
-    that is taken."""
+    """Serve until the run has ended; returns whether it ended in order.
+    Raises OSError for an unreadable model, or for a port that is in use."""
     launch, loop = run.config().launch, asyncio.get_running_loop()
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -242,7 +245,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
 
 
 async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
-    """Tell remote workers how the run has ended, and wait for their last words."""
+    """Report to remote workers how the run ended, and wait for their final reports."""
     patience_s = stop_timeout_s + _LAST_WORDS_S
     if not run.summary.exists():
         files.ended = OTHERWISE

@@ -1,8 +1,8 @@
-"""What processes of a remote worker write, sent on to the head node: their logs and timelines, as they grow.
+"""Send the growing logs and timelines of a remote worker's processes to the head node.
 
-The files here are the buffer: while the head node is away nothing is kept besides, and nothing is lost but of a log
-that is rotated meanwhile. The head node takes what fits its own file's size, so that what was sent without an answer is
-not there twice. It rotates logs by itself.
+The files on this machine are the buffer. Nothing is lost while the head node is unreachable, except log lines that are
+rotated away meanwhile. Each request names the expected size of the head node's file. So data is not appended twice if
+the response to a request was lost. The head node rotates its logs by itself.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from areal_core.api.head import AwayError
 from areal_core.run.remote.share import TIMELINE
 from areal_core.storage.rundir import write_json
 
-_PIECE = 256 * 1024  # bytes of a request
-_NOWHERE = -1  # an offset that fits no file: the head node says how large its own is
+_PIECE = 256 * 1024  # most bytes per request
+_NOWHERE = -1  # an offset that matches no file, so that the head node responds with its file's size
 
 
 Append = Callable[[str, int, bytes], tuple[bool, int]]
-"""Whether these bytes are now the end of a file of the head node's that had so many, and its size. Raises AwayError."""
+"""Append bytes to a file of the head node if it has `offset` bytes: (appended, new size). Raises AwayError."""
 
 
 class Sender:
-    """Sends some files of one folder: "logs/generation-0.log". Not thread-safe."""
+    """Sends the files of one folder, such as "logs/generation-0.log". Not thread-safe."""
 
     def __init__(self, root: Path, names: Iterable[str], append: Append, state: Path) -> None:
-        """`state` keeps how far files have been sent, from one remote worker of a folder to the next."""
+        """`state` is a file that records the progress across restarts of the remote worker."""
         self._root, self._names, self._append, self._state = root, tuple(names), append, state
-        # Of each file: its bytes that were sent, and the size of the head node's file then.
+        # Per file: bytes sent so far, and the size of the head node's file after that.
         self._sent: dict[str, list[int]] = json.loads(state.read_text()) if state.exists() else {}
 
     def look(self, *, last: bool = False) -> bool:
-        """Send what is new: whole lines, and with `last` what is there. Whether the head node has it all now: while it
-        is away, the next look goes on."""
+        """Send new data: complete lines, or all bytes with `last`. Returns whether all of it arrived.
+        If the head node is unreachable, the next call continues."""
         before = copy.deepcopy(self._sent)
         try:
             for name in self._names:
@@ -51,7 +51,7 @@ class Sender:
     def _send(self, name: str, path: Path, *, last: bool) -> None:
         if name not in self._sent:
             self._sent[name] = [0, self._append(name, _NOWHERE, b"")[1]]
-        if path.stat().st_size < self._sent[name][0]:  # rotated: the newest older file has what was written before
+        if path.stat().st_size < self._sent[name][0]:  # rotated: the newest older file holds the earlier lines
             older = path.with_name(f"{path.name}.1")
             if older.exists():
                 self._send_pieces(name, older, last=True)
@@ -71,7 +71,7 @@ class Sender:
                 fits, size = self._append(name, sent[1], data)
                 if fits:
                     sent[0] += len(data)
-                elif sent[1] < size <= sent[1] + path.stat().st_size - sent[0]:  # it has taken what it did not answer
+                elif sent[1] < size <= sent[1] + path.stat().st_size - sent[0]:  # arrived, but its response was lost
                     sent[0] += size - sent[1]
                 elif size == 0 and name.startswith(f"{TIMELINE}/"):  # another head node; an empty log was rotated
                     sent[0] = 0

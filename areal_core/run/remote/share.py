@@ -1,8 +1,8 @@
-"""Shares of a run: what each remote worker runs, and the workers as the head node has heard of them last.
+"""Shares of a run: the processes of each remote worker, and the last report of every worker.
 
 A share belongs to one worker at a time. The worker reports once a second. `GONE_S` after its last report another worker
 may take the share. The head node writes the reported ready files and heartbeats into the run's folder. So ranks find
-each other, and the launcher sees whether processes elsewhere are busy.
+each other, and the launcher sees whether processes on other machines are busy.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from areal_core.storage.rundir import RunDir, write_json
 GENERATION, TRAINER, REWARDS = "generation", "trainer", "rewards"
 _MOST_WORKERS = 4096
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-GONE_S = 15.0  # without a word, after which another worker may have a share
+GONE_S = 15.0  # without a report, after which another worker may take a share
 FIRST_RANK = "trainer-0"
 LOGS, TIMELINE = "logs", "timeline"  # folders of a run to which processes of a share append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Generation servers, the ranks of one of the machines that train, or reward workers."""
+    """A share of a run: some generation servers, the ranks of one machine, or some reward workers."""
 
     role: str  # GENERATION, TRAINER or REWARDS
-    first: int = 0  # number of the first server, of the machine, or of the first reward worker of other machines
-    count: int | None = None  # servers or workers; None: all of the run's servers; of machines, and workers, one
+    first: int = 0  # number of the first server, machine or reward worker (of other machines)
+    count: int | None = None  # servers or workers; None: all servers of the run, one machine, or one worker
 
     @property
     def indices(self) -> range:
-        """Of servers, of workers, or of the one machine, in a share that is settled."""
+        """Numbers of the servers, the workers or the machine of a settled share."""
         assert self.count is not None
         return range(self.first, self.first + self.count)
 
     @property
     def journal(self) -> str:
-        """The role under which its remote worker logs."""
+        """The role name under which the remote worker logs."""
         return f"host-{self.role}"
 
     def overlaps(self, other: Share) -> bool:
         return self.role == other.role and bool(set(self.indices).intersection(other.indices))
 
     def settled(self, config: RunConfig) -> Share:
-        """With its count. Raises ConfigError for what is no share of the run."""
+        """This share with its count filled in. Raises ConfigError for a share that the run does not have."""
         count = self.count or 1
-        if self.role == REWARDS:  # beside those of the controller's machine, whatever the run has
+        if self.role == REWARDS:  # any run accepts reward workers of other machines
             if self.first + count > _MOST_WORKERS:
                 raise ConfigError(f"--workers: all machines may have {_MOST_WORKERS}, got {self.first + count}")
         elif self.role not in config.remote_roles:
@@ -79,29 +79,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What a share's machine has to itself."""
+    """Processes and files that belong to one share."""
 
-    processes: frozenset[str]  # that announce themselves and have a heartbeat: generation-0, trainer-1
-    files: frozenset[tuple[str, str]]  # that they and their remote worker append to: folder and name
+    processes: frozenset[str]  # with ready file and heartbeat: generation-0, trainer-1
+    files: frozenset[tuple[str, str]]  # (folder, name) of files they append to
 
 
 def role_and_index(process: str) -> tuple[str, int]:
-    """Of "trainer-1"."""
+    """Split a process name such as "trainer-1" into role and index."""
     role, _, index = process.rpartition("-")
     return role, int(index)
 
 
 def places(config: RunConfig, share: Share) -> range:
-    """Of the reward workers of a share among all of the run's: they come after those of the controller's machine."""
+    """Numbers of a share's reward workers in the run; the controller's machine has the first ones."""
     first = config.rollout.reward_workers + share.first
     return range(first, first + len(share.indices))
 
 
 def owned(config: RunConfig, share: Share) -> Owned:
-    """What belongs to a share that is settled."""
+    """Processes and files of a settled share."""
     if share.role == GENERATION:
         processes = [f"generation-{index}" for index in share.indices]
-        vllm = known_generation(config.generation.engine).own_server  # whose timelines the controller writes
+        vllm = known_generation(config.generation.engine).own_server  # the controller writes vLLM's timelines
         logs = [*processes, *(f"vllm-{index}" for index in share.indices if vllm)]
         timelines = [] if vllm else processes
     elif share.role == REWARDS:
@@ -121,26 +121,26 @@ def owned(config: RunConfig, share: Share) -> Owned:
 
 
 class Announced(msgspec.Struct):
-    """What a ready file holds."""
+    """The contents of a ready file."""
 
     pid: Count
     url: Text | None = None
 
 
 class Said(msgspec.Struct):
-    """What a remote worker says of itself once a second."""
+    """A remote worker's report, sent once a second."""
 
     role: str
     first: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     address: Text
-    over: bool = False  # these are its last words
-    ready: dict[str, Announced] = {}  # by the names of processes
+    over: bool = False  # this is the final report
+    ready: dict[str, Announced] = {}  # by process name
     heartbeats: dict[str, Heartbeat] = {}
 
 
 class TakenError(ArealError):
-    """A share is another worker's."""
+    """Another worker owns the share."""
 
 
 @dataclass(slots=True)
@@ -148,12 +148,12 @@ class _Node:
     share: Share
     its: Owned
     address: str
-    heard_at: float  # by the clock
+    heard_at: float  # in seconds of the clock
     over: bool = False
 
 
 class Nodes:
-    """By the names that workers give themselves, which nobody else has."""
+    """All remote workers, by the unique names that they choose for themselves."""
 
     def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
@@ -162,7 +162,7 @@ class Nodes:
         self._nodes: dict[str, _Node] = {}
 
     def hear(self, name: str, said: Said) -> None:
-        """Take what a worker says. Raises ValueError for what no worker says, TakenError."""
+        """Process a worker's report. Raises ValueError for an invalid report, TakenError."""
         if not _NAME.fullmatch(name):
             raise ValueError("node: must be letters, digits, dashes and underscores, at most 64")
         share = Share(role=said.role, first=said.first, count=said.count).settled(self._config)
@@ -183,12 +183,12 @@ class Nodes:
         self._write(its, said)
 
     def owned(self, name: str) -> Owned | None:
-        """What a worker has to itself; None for one that has no share, or not any more."""
+        """Processes and files of a worker; None if it has no share, or has lost it."""
         return self._nodes[name].its if name in self._nodes else None
 
     @property
     def awaited(self) -> bool:
-        """Whether any of them has still something to say."""
+        """Whether a final report of any live worker is outstanding."""
         return any(self._lives(node) for node in self._nodes.values())
 
     def _lives(self, node: _Node) -> bool:
@@ -206,5 +206,5 @@ class Nodes:
             if beating is None or said.over:
                 beats.unlink(missing_ok=True)
             else:
-                with suppress(OSError):  # on a full disk it is missing, as one of this machine would be
+                with suppress(OSError):  # a full disk loses heartbeats of this machine too
                     heartbeat.write(beats, beating)

@@ -1,11 +1,11 @@
-"""The version cache of a machine, which fetches each version once and serves it to others.
+"""The version cache of a machine: fetches each policy version once and serves it to other machines.
 
     controller --POST /stage--> stager --GET /versions/N, once for all servers of the machine--> data server
                <--path of the copy---    while these go on decoding
     data server --GET /versions/N--> stager of the machine of rank 0, where that is another machine
 
-A version is hashed as it arrives, and has its name once it is whole. The stager runs in a thread of the remote worker;
-requests carry the run's token.
+A version is hashed while it arrives, and gets its final name once it is complete. The stager runs in a thread of the
+remote worker. Requests carry the run's token.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from areal_core.types import PolicyVersion
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _HIGHEST_VERSION = 10**9
-_PATIENCE_S = 30.0  # for the other side to go on with a version
+_PATIENCE_S = 30.0  # longest pause of the sender of a version
 _SHUTDOWN_S = 1.0
 
 
 class VersionCache:
-    """The versions of a run in the run's folder on this machine."""
+    """The policy versions in the run's folder on this machine."""
 
     def __init__(self, run: RunDir, *, kept: int | None = None) -> None:
-        """`kept` versions stay, those that were asked for last; None: all, until `release`."""
+        """Keep the `kept` most recently requested versions; None keeps all of them until `release`."""
         self._run = run
         self._kept = kept
-        self.over = threading.Event()  # set: downloads end
+        self.over = threading.Event()  # when set, downloads stop
         self._coming: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
-        self._here: dict[int, PolicyVersion] = {}  # the one asked for last comes last
+        self._here: dict[int, PolicyVersion] = {}  # ordered by request, the most recent last
 
     async def staged(self, version: PolicyVersion, source: Head) -> PolicyVersion:
-        """A version as it is here, fetched from `source` where it is not; who asks meanwhile waits for the same. Raises
-        ValueError for what is no version, StorageError, AwayError, OSError."""
+        """The local copy of a version, fetched from `source` if missing; concurrent requests share a download.
+        Raises ValueError for an invalid version or digest, StorageError, AwayError, OSError."""
         if version.version < 0 or not _DIGEST.fullmatch(version.digest):
             raise ValueError("version, digest: must be a whole number, 0 at least, and 64 hexadecimal digits")
         key = version.version, version.digest
@@ -58,17 +58,17 @@ class VersionCache:
         return await asyncio.shield(self._coming[key])
 
     def forget(self, version: int) -> None:
-        """Fetch a version again when it is asked for next."""
+        """Fetch this version again at its next request."""
         self._here.pop(version, None)
 
     async def release(self, versions: Iterable[int]) -> None:
-        """Delete versions that are no longer needed."""
+        """Delete obsolete versions."""
         for version in (gone := list(versions)):
             self.forget(version)
         await asyncio.to_thread(weights.release, self._run.weights, gone)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """`GET /versions/N`: the weights of a version, while it is kept; with `digest` only those."""
+        """`GET /versions/N`: the model weights of a version; the `digest` in the query must match, if given."""
         number = int(request.match_info["version"])
         if not 1 <= number <= _HIGHEST_VERSION:
             raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
@@ -113,7 +113,7 @@ class Stager:
     """Serves the version cache of a remote worker, whose run folder is `run`."""
 
     def __init__(self, run: RunDir, head: Head, address: str, *, kept: int) -> None:
-        """`address` is this machine's; `kept` versions stay, those that were asked for last."""
+        """`address` is this machine's; the `kept` most recently requested versions are kept."""
         self._run = run
         self._head = head
         self._address = address
@@ -121,7 +121,7 @@ class Stager:
 
     @contextmanager
     def running(self, beside: Supervision) -> Iterator[str]:
-        """Its URL; it runs in a thread until the end of the `with`. Raises ProcessError."""
+        """Run the stager in a thread until the end of the `with`; yields its URL. Raises ProcessError."""
         shutil.rmtree(self._run.weights, ignore_errors=True)
         self._run.weights.mkdir(parents=True)
         up: Future[str] = Future()
@@ -138,12 +138,12 @@ class Stager:
         return app
 
     async def _stage(self, request: web.Request) -> web.Response:
-        """The path, on this machine, of a version that the head node has published."""
+        """`POST /stage`: the path, on this machine, of a version that the trainer has published."""
         version = await read(request, PolicyVersion)
         return web.json_response({"path": (await self.staged(version)).path})
 
     async def staged(self, version: PolicyVersion) -> PolicyVersion:
-        """A version of the data server's, as it is here. Raises what VersionCache.staged does."""
+        """The local copy of a version of the data server. Raises the errors of VersionCache.staged."""
         return await self._cache.staged(version, self._head)
 
     def _work(self, up: Future[str]) -> None:
