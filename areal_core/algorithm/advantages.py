@@ -1,9 +1,10 @@
-"""Advantages of rollouts, from their rewards (no critic), and which tokens of which sequences have them.
+"""Compute advantages from the rewards of rollouts, without a critic.
 
-Axes: P groups of a global batch, G rollouts of a group, K parts of a rollout that have a return of their own
-(`algorithm.credit`); a rollout weighs the same however many parts it has. Pure functions; arithmetic is float64. What
-has no reward (NaN) is left out of means and deviations, and has the advantage 0; a reward that is infinite raises
-RewardError. Sources and equations: docs/algorithm.md.
+Axes: P groups of a global batch, G rollouts of a group, K parts of a rollout with a return of their own
+(`algorithm.credit`). A rollout counts the same in every mean, however many parts it has.
+
+All functions are pure and compute in float64. Means and deviations ignore NaN rewards, and their advantage is 0. An
+infinite reward raises RewardError. Sources and equations: docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -25,34 +26,45 @@ _GROUP, _BATCH = (1, 2), (0, 1, 2)  # axes
 
 
 def group_advantages(rewards: ArrayLike) -> Float64Array:
-    """(r - mean) / (population standard deviation + 1e-6) within each group. [P, G] or [P, G, K] -> the same shape.
+    """Normalise rewards within each group: (r - mean) / (population standard deviation + 1e-6).
 
-    Exactly zero in a group whose rewards are all equal: none of its completions is better than another.
+    Shapes: [P, G] or [P, G, K] -> the same. Advantages of a zero-variance group are exactly 0.
     """
     return _normalised(rewards, _GROUP)
 
 
 def group_mean_advantages(rewards: ArrayLike) -> Float64Array:
-    """r - mean of the group, not scaled (Dr. GRPO). [P, G] or [P, G, K] -> the same shape; zero where all rewards of a
-    group are equal."""
+    """Subtract the group's mean reward, without scaling (Dr. GRPO). [P, G] or [P, G, K] -> the same shape.
+
+    Advantages of a zero-variance group are exactly 0.
+    """
     return _Compared(rewards, _GROUP).centred().reshape(np.shape(rewards))
 
 
 def batch_advantages(rewards: ArrayLike) -> Float64Array:
-    """(r - mean) / (population standard deviation + 1e-6) over the global batch, as in the paper. [P, G] or [P, G, K]
-    -> the same shape; zero where all rewards of the batch are equal."""
+    """Normalise rewards over the global batch, as in the paper: (r - mean) / (deviation + 1e-6).
+
+    The deviation is the population standard deviation. [P, G] or [P, G, K] -> the same shape. Advantages are exactly 0
+    if all rewards of the batch are equal.
+    """
     return _normalised(rewards, _BATCH)
 
 
 def batch_token_advantages(rewards: ArrayLike, tokens: ArrayLike) -> Float64Array:
-    """As `batch_advantages`, with the mean and the deviation of the loss tokens of the batch, each of which has its
-    rollout's reward: what the paper's authors released normalises so. A long rollout counts more, and the advantages of
-    all tokens sum to 0. rewards: [P, G] or [P, G, K]; tokens: [P, G] -> the shape of the rewards."""
+    """Normalise rewards over the loss tokens of the global batch, as the paper's released code does.
+
+    Each loss token counts once, with its rollout's reward. So long rollouts count more in the mean and the deviation,
+    and the advantages of all tokens sum to 0. `rewards`: [P, G] or [P, G, K]. `tokens`: loss tokens of each rollout,
+    [P, G]. Returns the shape of `rewards`.
+    """
     return _normalised(rewards, _BATCH, np.asarray(tokens, dtype=np.float64))
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
-    """r minus the mean of the group's other rollouts (RLOO), not scaled. [P, G] or [P, G, K] -> the same shape."""
+    """Subtract the mean reward of the group's other rollouts, without scaling (RLOO).
+
+    Shapes: [P, G] or [P, G, K] -> the same.
+    """
     compared = _Compared(rewards, _GROUP)
     count = (compared.weights.sum(axis=2, keepdims=True) > 0).sum(axis=1, keepdims=True)
     own = np.where(compared.there, compared.values - compared.mean(compared.values, (2,)), 0.0)
@@ -60,7 +72,7 @@ def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
     return advantages.reshape(np.shape(rewards))
 
 
-ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage, but for batch_tokens
+ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage, except batch_tokens
     "group": group_advantages,
     "group_mean": group_mean_advantages,
     "batch": batch_advantages,
@@ -69,16 +81,17 @@ ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmCo
 
 
 def overlong_penalties(lengths: ArrayLike, *, limit: int, cache: int, penalty: float) -> Float64Array:
-    """The length penalty, added to a completion's reward (DAPO, Eq. 13): 0 up to `limit` - `cache` tokens, then
-    linearly down to -`penalty` at `limit`, which a truncated completion has reached. Any shape -> the same shape.
+    """Compute the soft length penalty that is added to a completion's reward (DAPO, Eq. 13).
+
+    The penalty is 0 up to `limit` - `cache` tokens, then falls linearly to -`penalty` at `limit`. A truncated
+    completion has `limit` tokens. Any shape -> the same shape.
     """
     over = np.asarray(lengths, dtype=np.float64) - (limit - cache)
     return -penalty * np.clip(over / cache, 0.0, 1.0)
 
 
 def discounted(rewards: Sequence[float], discount: float) -> list[float]:
-    """The return of each turn: its reward, and those of later turns, with a factor `discount` for every turn between.
-    [K] -> [K]."""
+    """Return of each turn: its reward plus later ones, discounted once per turn. [K] -> [K]."""
     returns, later = [0.0] * len(rewards), 0.0
     for turn in reversed(range(len(rewards))):
         returns[turn] = later = rewards[turn] + discount * later
@@ -86,22 +99,23 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 class Credit(NamedTuple):
-    """The advantages of one group's sequences, part by part from each one's prompt to its end. [C] parts."""
+    """Advantages of a group's sequences, split into C parts after each prompt. All arrays are [C]."""
 
-    sequences: NDArray[np.int64]  # ascending
+    sequences: NDArray[np.int64]  # ascending indices of sequences
     tokens: NDArray[np.int64]
     advantages: Float64Array
 
     def moves(self) -> list[bool]:
-        """Of each sequence whether it has an advantage."""
+        """Tell for each sequence whether any of its advantages is non-zero."""
         return (np.bincount(self.sequences, self.advantages != 0) > 0).tolist()
 
 
 def advantages_of(groups: Sequence[PackedGroup], algorithm: AlgorithmConfig, max_new_tokens: int) -> list[Credit]:
-    """`algorithm.advantage` of the returns of a batch, with the length penalty where `overlong_cache` is set.
+    """Compute the advantages of a batch with the estimator `algorithm.advantage`.
 
-    Without returns of its own (`algorithm.credit`), every token of a rollout has the rollout's reward. The penalty of a
-    rollout is that of its longest sequence, which has at most `max_new_tokens`.
+    By default every token of a rollout has the rollout's reward as its return. `algorithm.credit` may set other
+    returns. If `overlong_cache` is set, the length penalty is added: that of the rollout's longest sequence, of at most
+    `max_new_tokens` tokens.
     """
     parts = [group.returns or _whole(group) for group in groups]
     rollouts = [
@@ -127,7 +141,7 @@ def advantages_of(groups: Sequence[PackedGroup], algorithm: AlgorithmConfig, max
 
 
 def _whole(group: PackedGroup) -> list[Return]:
-    """Every sequence with the reward of its rollout."""
+    """Return one part for each sequence, with the reward of its rollout."""
     return [
         Return(sequence, length, group.rewards[rollout])
         for sequence, (length, rollout) in enumerate(zip(group.lengths, group.rollout_of, strict=True))
@@ -135,7 +149,7 @@ def _whole(group: PackedGroup) -> list[Return]:
 
 
 def _places(rollouts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the parts of rollouts, which are ascending, the place of each in its own."""
+    """Number the parts of each rollout from 0. `rollouts` holds the rollout of each part, ascending."""
     starts = np.flatnonzero(np.diff(rollouts, prepend=-1))
     return np.arange(len(rollouts)) - np.repeat(starts, np.diff(starts, append=len(rollouts)))
 
@@ -147,10 +161,10 @@ def _credit(parts: Sequence[Return], advantages: Float64Array) -> Credit:
 
 
 class _Compared:
-    """Rewards that advantages compare along some axes. All arrays are [P, G, K]."""
+    """Rewards compared along the given axes. All arrays are [P, G, K]."""
 
     def __init__(self, rewards: ArrayLike, axes: tuple[int, ...], of_rollouts: Float64Array | None = None) -> None:
-        """`of_rollouts`: the weight of each rollout in a mean, [P, G]; 1 by default."""
+        """`of_rollouts` is the weight of each rollout in a mean, [P, G]; 1 by default."""
         values = np.asarray(rewards, dtype=np.float64)
         assert values.ndim in (2, 3), "rewards are groups x rollouts, or groups x rollouts x parts"
         if np.isinf(values).any():
@@ -164,17 +178,19 @@ class _Compared:
 
     @property
     def varied(self) -> NDArray[np.bool_]:
-        """Where there is a reward, and not all are equal; from the rewards, as a deviation of 0 may come out as
-        1e-17."""
+        """Mask of the rewards that are present and not all equal along the axes.
+
+        It compares rewards, because rounding can turn a deviation of 0 into 1e-17.
+        """
         highest = np.fmax.reduce(self.values, axis=self.axes, keepdims=True)
         return self.there & (highest != np.fmin.reduce(self.values, axis=self.axes, keepdims=True))
 
     def centred(self) -> Float64Array:
-        """r - mean; 0 without a reward, and exactly 0 where all rewards are equal."""
+        """Return r - mean: 0 for a missing reward, exactly 0 where all rewards are equal."""
         return np.where(self.varied, self.values - self.mean(self.values, self.axes), 0.0)
 
     def mean(self, values: Float64Array, axes: tuple[int, ...]) -> Float64Array:
-        """By weight, of the values whose rewards are there; 0 where none is."""
+        """Return the weighted mean of `values` over present rewards; 0 if there are none."""
         total = np.sum(self.weights, axis=axes, keepdims=True)
         sums = np.sum(np.where(self.there, values, 0.0) * self.weights, axis=axes, keepdims=True)
         return sums / np.where(total > 0, total, 1.0)

@@ -1,7 +1,7 @@
 """Step controls: coefficients of the loss that change from one training step to the next.
 
-Every rank has a control of its own. It sees the same numbers on every rank, so all ranks train with the same
-coefficients. Its state is part of every checkpoint: a resumed run goes on with the coefficients it would have had.
+Every rank has its own control. All controls see the same metrics, so all ranks train with the same coefficients.
+Checkpoints include the control's state, so a resumed run continues with the same coefficients.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LEARNING_RATE = "learning_rate"
 
 
 class StepControl:
-    """Constant coefficients, and the base class of controls.
+    """Keep all coefficients constant; the base class of controls.
 
-    `state` is all that later values depend on. It is saved as JSON with every checkpoint and restored at a resume.
+    `state` must hold everything that later values depend on. Checkpoints save it as JSON, and a resume restores it.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
@@ -30,23 +30,25 @@ class StepControl:
         self.state: dict[str, int | float | str] = {}
 
     def values(self, step: int) -> Mapping[str, float]:
-        """The coefficients of training step `step`, from 1 on.
+        """Return the coefficients of training step `step`, counted from 1.
 
         Fields in `config.algorithm.STEP_COEFFICIENTS` replace those of the configuration. `learning_rate` replaces
-        training.learning_rate. An objective finds any other name in `Tokens.coefficients`.
+        training.learning_rate. All other names go to the objective in `Tokens.coefficients`.
         """
         return {}
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of the step that has ended, by the names of their curves. A step in which no completion
-        had a gradient has no metrics of the loss."""
+        """Receive the metrics of the finished step, by curve name.
+
+        Loss metrics are missing if no completion of the step had a gradient.
+        """
 
 
 class AdaptiveKl(StepControl):
-    """A proportional controller of `kl_coef` (Ziegler et al., 2019, arXiv 1909.08593, section 2.2).
+    """Proportional controller of `kl_coef` (Ziegler et al., 2019, arXiv 1909.08593, section 2.2).
 
-    After each step kl_coef grows by the factor 1 + e / kl_horizon, with e = KL / kl_target - 1 clipped to [-0.2, 0.2]
-    and KL = loss/reference_kl in nats a token.
+    Each step multiplies kl_coef by 1 + e / kl_horizon. The error e is KL / kl_target - 1, clipped to [-0.2, 0.2]. KL is
+    loss/reference_kl in nats a token.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
@@ -69,7 +71,7 @@ _CONTROLS: dict[str, Callable[[AlgorithmConfig, TrainingConfig], StepControl]] =
 
 
 def make_control(algorithm: AlgorithmConfig, training: TrainingConfig) -> StepControl:
-    """The control of `algorithm.control`. Raises ConfigError for an import path that can't be imported."""
+    """Make the control that `algorithm.control` names. Raises ConfigError if its import path can't be imported."""
     return find("algorithm.control", algorithm.control, _CONTROLS)(algorithm, training)
 
 
@@ -77,14 +79,17 @@ def make_control(algorithm: AlgorithmConfig, training: TrainingConfig) -> StepCo
 class StepCoefficients:
     """The coefficients of one training step."""
 
-    algorithm: AlgorithmConfig  # with the control's values in place of the configuration's
+    algorithm: AlgorithmConfig  # the control's values replace the configuration's
     learning_rate: float  # at full rate, before the warm-up
-    others: dict[str, float]  # for the objective, see Tokens.coefficients
-    given: dict[str, float]  # all that the control gave
+    others: dict[str, float]  # for the objective: Tokens.coefficients
+    given: dict[str, float]  # every value that the control returned
 
 
 def step_coefficients(control: StepControl, step: int) -> StepCoefficients:
-    """Ask the control. Raises ConfigError for a coefficient that isn't finite, or that its field doesn't allow."""
+    """Ask the control for the coefficients of `step`.
+
+    Raises ConfigError for a coefficient that is not finite or that its field doesn't allow.
+    """
     algorithm, where = control.algorithm, f"algorithm.control: {control.algorithm.control} at step {step}"
     given = {name: float(value) for name, value in control.values(step).items()}
     for name, value in given.items():

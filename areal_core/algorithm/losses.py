@@ -1,11 +1,11 @@
-"""The loss of a micro-batch, the means over loss tokens that weight it, and the statistics of a training step.
+"""The loss of a micro-batch, the token weights of its mean, and the statistics of a training step.
 
-The loss is the weighted sum of the tokens' terms divided by the denominator, which is summed over all ranks. Weights
-and denominator are given by completion, so that neither the partition into micro-batches nor that over ranks changes
-the loss.
+The loss is the weighted sum of token terms over the loss denominator, which is summed over all ranks. Token weights and
+denominator are computed per completion. So the loss does not depend on how completions are partitioned into
+micro-batches or over ranks.
 
-The histogram of importance weights has bins that are even in asinh(log r / 0.001): a quantile is exact to 1.1% of
-log r, or to 1.1e-5 nats where r is close to 1, whichever is more.
+Histogram bins of importance weights r are even in asinh(log r / 0.001). Quantiles are exact to 1.1% of log r or to
+1.1e-5 nats, whichever is more.
 
 Axes of the means: N completions.
 """
@@ -29,18 +29,22 @@ Float64Array = NDArray[np.float64]
 
 
 def k2(log_quotient: Tensor) -> Tensor:
-    """Half the square of log q, q = pi_ref / pi_theta. Its gradient has, over tokens of pi_theta, the mean of that of
-    KL(pi_theta | pi_ref). [N] nats."""
+    """Half the square of log q, with q = pi_ref / pi_theta. [N] nats.
+
+    On tokens sampled from pi_theta, its gradient is an unbiased estimate of the gradient of KL(pi_theta | pi_ref).
+    """
     return log_quotient.square() / 2
 
 
 def k3(log_quotient: Tensor) -> Tensor:
-    """q - 1 - log q: with q = pi_ref / pi_theta and tokens of pi_theta an unbiased estimate of KL(pi_theta | pi_ref)
-    that is never negative (Schulman, 2020). [N] nats."""
+    """q - 1 - log q: a KL estimate that is never negative (Schulman, 2020). [N] nats.
+
+    With q = pi_ref / pi_theta and tokens from pi_theta it is an unbiased estimate of KL(pi_theta | pi_ref).
+    """
     return torch.expm1(log_quotient) - log_quotient
 
 
-KL_TERMS = {"k2": k2, "k3": k3}  # by AlgorithmConfig.kl_estimator; k1 is no term of the loss
+KL_TERMS = {"k2": k2, "k3": k3}  # by AlgorithmConfig.kl_estimator; k1 changes advantages instead
 
 
 class PolicyLoss(NamedTuple):
@@ -49,11 +53,11 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, untouched: bool = False) -> PolicyLoss:
-    """The loss of one share of a minibatch: losses and statistics add up over any partition of it.
+    """Compute the loss and the statistics of one part of a minibatch; parts add up to the whole.
 
-    `denominator` is the loss denominator of the PPO minibatch over all ranks (engine.loss_weights). `untouched`:
-    pi_theta is still the version that is trained on, so that its own tokens show how far trainer and generator
-    disagree; pi_prox, where there is one, shows it at any time.
+    `denominator` is the loss denominator of the PPO minibatch over all ranks (engine.loss_weights). `untouched` says
+    that pi_theta is still the version trained on: its own tokens then show the train/inference KL. Where there is a
+    pi_prox, it shows that KL at any time.
     """
     if config.kl_coef and config.kl_estimator not in KL_TERMS:
         tokens = replace(tokens, advantages=_penalised(tokens, config.kl_coef))
@@ -71,41 +75,42 @@ def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, 
 
 
 def _penalised(tokens: Tokens, coefficient: float) -> Tensor:
-    """Advantages minus k1, log(pi / pi_ref) of the token, where pi is the policy that the step started from.
+    """Subtract kl_coef times k1 from the advantages.
 
-    As a term of the loss k1 would do nothing: its gradient, that of log pi_theta, has mean zero under pi_theta.
+    k1 is log(pi / pi_ref) of the token, where pi is the policy that the step started from. k1 is no term of the loss:
+    its gradient, that of log pi_theta, has mean zero under pi_theta.
     """
     assert tokens.reference is not None
     start = tokens.behaviour if tokens.proximal is None else tokens.proximal
     return tokens.advantages - coefficient * (start - tokens.reference).detach()
 
 
-_UNIT = 1e-3  # nats: bins are even in log r below it, in the logarithm of log r above it
-_BINS = 1025  # odd: the middle one holds r = 1
-_REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold what lies beyond
+_UNIT = 1e-3  # nats: bins are linear in log r below it, logarithmic above it
+_BINS = 1025  # odd: the middle bin holds r = 1
+_REACH = math.asinh(40.0 / _UNIT)  # nats; the outermost bins also hold larger values
 _WIDTH = 2 * _REACH / _BINS
-_NUMBERS = ("tokens", "weight", "weight_squared", "matched", "train_inference_kl")  # sums that are not metrics
+_NUMBERS = ("tokens", "weight", "weight_squared", "matched", "train_inference_kl")  # sums that have no curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossStats:
-    """Sums over loss tokens: they add up over micro-batches, minibatches and ranks.
+    """Sums over loss tokens; they add up over micro-batches, minibatches and ranks.
 
-    The weight r of a token is pi_prox / pi_behav before any cap or mask; without a pi_prox, pi_theta / pi_behav. In
-    GSPO it is the geometric mean over the loss tokens of the token's completion.
+    The importance weight r of a token is pi_prox / pi_behav before any cap or mask; without a pi_prox, pi_theta /
+    pi_behav. In GSPO it is the geometric mean over the loss tokens of the completion.
     """
 
     tokens: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict[str, float])  # of metrics, by the names of their curves
+    sums: dict[str, float] = field(default_factory=dict[str, float])  # of metrics, by curve name
     weight: float = 0.0
     weight_squared: float = 0.0
-    weight_max: float = 0.0  # the one maximum among sums
+    weight_max: float = 0.0  # a maximum, not a sum
     matched: float = 0.0  # tokens sampled by the version trained on
     train_inference_kl: float = 0.0  # k3 of trainer / generator over matched tokens
-    histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
+    histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by importance weight
 
     def __add__(self, other: LossStats) -> LossStats:
-        names = self.sums.keys() | other.sums.keys()  # a share without completions has none
+        names = self.sums.keys() | other.sums.keys()  # a part without completions has no metrics
         return LossStats(
             **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS},
             sums={name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names},
@@ -119,7 +124,7 @@ class LossStats:
         return self.weight**2 / (self.tokens * self.weight_squared) if self.tokens else 1.0
 
     def weight_quantile(self, share: float) -> float:
-        """The weight that `share` of the tokens do not exceed, to the width of a bin; 1 without tokens."""
+        """Return the importance weight at quantile `share`, to the width of a bin; 1 without tokens."""
         if not self.tokens:
             return 1.0
         rank = max(1, math.ceil(share * float(self.histogram.sum())))
@@ -127,7 +132,7 @@ class LossStats:
         return math.exp(_UNIT * math.sinh((held - _BINS // 2) * _WIDTH))
 
     def metrics(self) -> dict[str, float]:
-        """Means, quantiles and the maximum by the names of their curves (docs/metrics.md). Needs a token."""
+        """Return means, quantiles and the maximum by curve name (docs/metrics.md). Needs at least one token."""
         quantiles = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
         return {
             **{name: total / self.tokens for name, total in self.sums.items()},
@@ -139,14 +144,14 @@ class LossStats:
 
 @torch.no_grad()
 def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> LossStats:
-    """The statistics of a micro-batch. `untouched` as in policy_loss."""
+    """Compute the statistics of a micro-batch. `untouched` as in policy_loss."""
     mask, nothing = tokens.mask, torch.zeros_like(tokens.mask)
     own = tokens.current if tokens.proximal is None else tokens.proximal
     matched = mask & (tokens.staleness == 0) if untouched or tokens.proximal is not None else nothing
-    log_weight = surrogate.log_weight.double()  # engines agree to 1e-6: in float32 k3 would be rounding error
+    log_weight = surrogate.log_weight.double()  # engines agree to 1e-6, where k3 in float32 is rounding error
     weight = torch.where(mask, log_weight.exp(), 0.0)
     metrics = {
-        "loss/approx_kl": k3(surrogate.log_ratio.double()),  # of u: how far the step has moved the policy
+        "loss/approx_kl": k3(surrogate.log_ratio.double()),  # of u: how far this step has moved the policy
         "loss/reference_kl": nothing
         if tokens.reference is None
         else k3(-log_quotient(tokens.current, tokens.reference, mask).double()),
@@ -171,7 +176,7 @@ def _total(column: Tensor) -> Tensor:
 
 
 def _of_tokens(name: str, values: Tensor | float, mask: Tensor) -> Tensor:
-    """A metric's number for each token, [N]; 0 outside the mask."""
+    """Expand a metric to one number per token, [N], 0 outside the mask. Raises ConfigError for any other shape."""
     values = torch.as_tensor(values, device=mask.device)
     if values.shape not in (mask.shape, ()):
         raise ConfigError(

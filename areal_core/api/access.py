@@ -1,7 +1,7 @@
-"""Who may talk to the processes of a run: whoever has the run's token, a file in its folder that its user alone can
-read.
+"""Check the run's token, which every request to a process of the run must carry.
 
-Requests carry it in a header, `Authorization: Bearer TOKEN`, which no page of another site can have a browser send.
+The token lies in a file of the run's folder that only its user can read. Requests carry it in the header
+`Authorization: Bearer TOKEN`. A page of another site can't make a browser send this header.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ REFUSED = "needs the run's token, from the file `token` of its folder: Authoriza
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header of a request."""
+    """Return the request header that carries `token`; empty for None."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def admits(token: str, header: str | None) -> bool:
-    """Whether a request with this header may pass; none may where the token is empty."""
+    """Whether a request with this `Authorization` header may pass; never with an empty token."""
     expected = authorization(token)["Authorization"]
     return bool(token) and hmac.compare_digest((header or "").encode(errors="replace"), expected.encode())

@@ -1,7 +1,7 @@
 """HTTP client of the controller, for the trainer, the evaluator and the launcher.
 
-Synchronous. The controller may be restarted on another port: after a failed connection the address is read again from
-its ready file, for a bounded time. Every call is safe to repeat.
+Synchronous. A restarted controller may listen on another port. After a failed connection the client reads the address
+again from the controller's ready file, for a bounded time. Every call is safe to repeat.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
 from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
-_POLL_S = 20.0  # one long poll
+_POLL_S = 20.0  # the longest wait of one long poll
 _RETRY_S = 0.2  # between two attempts to connect
 
 
 class ControllerClient:
-    """One connection, one caller at a time. Raises ProcessError when the controller can't be reached for `patience_s`;
-    one that sends nothing for `timeout_s` counts as such."""
+    """Client with one connection, for one caller at a time.
+
+    Calls raise ProcessError if the controller can't be reached for `patience_s` seconds. A connection without a byte
+    for `timeout_s` seconds counts as failed.
+    """
 
     def __init__(self, run: RunDir, *, patience_s: float = 60.0, timeout_s: float = 3 * _POLL_S) -> None:
         self._run = run
@@ -41,18 +44,18 @@ class ControllerClient:
     # -- trainer -----------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> BatchManifest:
-        """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
+        """Wait for the batch of `step`. Raises RunFinished. The launcher ends the run if no batch ever comes."""
         body = self._poll("GET", f"/batch/{step}?timeout_s={_POLL_S}")
         return msgspec.json.decode(body, type=BatchManifest)
 
     def group(self, group_id: int, spans: Sequence[Span]) -> list[bytes]:
-        """Parts of a group's payload, by their first byte and the one after their last."""
+        """Fetch parts of a group's payload. A span is the first byte of a part and the byte after its last."""
         body = self._call("GET", f"/groups/{group_id}?spans={spans_text(spans)}")
         assert body is not None
         return cut(body, spans)
 
     def announce(self, version: PolicyVersion) -> list[int]:
-        """Publish a version; returns the versions whose folders are no longer needed."""
+        """Publish a version. Returns the versions whose folders can be deleted."""
         return self._json("POST", "/versions", dataclasses.asdict(version))["release"]
 
     def metrics(self, rows: Iterable[MetricRow]) -> None:
@@ -62,13 +65,13 @@ class ControllerClient:
         self._json("POST", "/documents", {"kind": kind, "step": step, "data": data})
 
     def snapshot(self, step: int) -> dict[str, dict[str, dict[str, Any]]]:
-        """Have a snapshot of the ledger put beside the checkpoint of `step`, which takes as long as the store takes;
-        returns entries of the manifest, `files` and `shared`, by name."""
+        """Store a snapshot of the ledger beside the checkpoint of `step`; waits as long as the store takes.
+        Returns the manifest's entries `files` and `shared`, each by name."""
         body = {"job": secrets.token_hex(8), "timeout_s": _POLL_S}
         return json.loads(self._poll("POST", f"/checkpoints/{step}", body))
 
     def committed(self, step: int) -> None:
-        """The checkpoint of `step` is complete: what is needed no more may go."""
+        """Report that the checkpoint of `step` is complete, so that the controller can delete obsolete files."""
         self._json("POST", f"/checkpoints/{step}/committed", {})
 
     def finish(self, reason: str, version: int, model_url: str) -> None:
@@ -77,11 +80,11 @@ class ControllerClient:
     # -- evaluator ---------------------------------------------------------------------------------------------
 
     def next_evaluation(self) -> PolicyVersion:
-        """Wait for the next version to score. Raises RunFinished."""
+        """Wait for the next version to evaluate. Raises RunFinished."""
         return PolicyVersion(**json.loads(self._poll("GET", f"/evaluation?timeout_s={_POLL_S}")))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
-        """Report a version's score; returns whether more versions will come."""
+        """Report a version's score. Returns whether more versions will come."""
         return self._json("POST", "/evaluations", dataclasses.asdict(evaluation))["more"]
 
     # -- launcher ----------------------------------------------------------------------------------------------
@@ -90,27 +93,29 @@ class ControllerClient:
         return msgspec.convert(self._json("GET", "/status"), RunStatus)
 
     def join(self, name: str, url: str, *, stager: str | None = None) -> None:
-        """Register a generation server; returns once it has loaded the newest version and takes work."""
+        """Register a generation server. Returns once the server has loaded the newest version and takes work."""
         while not self.register(name, url, timeout_s=_POLL_S, stager=stager):
             pass
 
     def register(self, name: str, url: str, *, timeout_s: float, stager: str | None = None) -> bool:
-        """Register a generation server; whether it takes work within `timeout_s`. If not, it is safe to call again.
-        `stager` is the URL of what brings versions onto its machine, where that is needed."""
+        """Register a generation server.
+        Returns whether it takes work within `timeout_s` seconds; if not, call again. `stager` is the URL of the process
+        that fetches versions onto the server's machine, if it needs one."""
         body = {"name": name, "url": url, "timeout_s": timeout_s, "stager": stager}
         return self._call("POST", "/servers", body) is not None
 
     def stop(self, reason: str) -> None:
-        """Have the run end in order after the step that it is at, with a checkpoint. A controller that is started again
-        does not know of it."""
+        """Ask the run to end after its current step, with a checkpoint.
+        A restarted controller forgets the request."""
         self._json("POST", "/stop", {"reason": reason})
 
     def servers(self) -> list[dict[str, Any]]:
-        """The generation servers that the controller knows: name, url, stager, state and completions in flight."""
+        """List the generation servers of the controller: name, url, stager, state and completions in flight."""
         return self._json("GET", "/servers")
 
     def leave(self, name: str) -> None:
-        """Have a generation server leave: it gets no more work. Returns once it has handed over what it had."""
+        """Make a generation server leave: it gets no more work.
+        Returns once it has handed over its completions."""
         self._json("DELETE", f"/servers/{urllib.parse.quote(name, safe='')}")
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ class ControllerClient:
         return authorization(self._run.token())
 
     def _poll(self, method: str, path: str, body: Any = None) -> bytes:
-        """Ask until there is an answer."""
+        """Repeat a long poll until the controller sends a body."""
         while (answer := self._call(method, path, body)) is None:
             pass
         return answer
@@ -129,7 +134,8 @@ class ControllerClient:
         return json.loads(self._call(method, path, body) or b"null")
 
     def _call(self, method: str, path: str, body: Any = None) -> bytes | None:
-        """The body of a 200, None for a 204. Raises RunFinished for a 410, ProcessError for anything else."""
+        """Return the body of a 200, None for a 204.
+        Raises RunFinished for a 410, ProcessError for other statuses."""
         payload = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -139,7 +145,7 @@ class ControllerClient:
                 connection.request(method, path, payload, self._authorization | content_type)
                 response = connection.getresponse()
                 content = response.read()
-                if response.status == 503:  # it is about to be restarted
+                if response.status == 503:  # the controller is about to restart
                     raise ConnectionError("it is ending")
                 if response.status == 200 and not content:
                     raise ConnectionError("its response was cut short")

@@ -1,6 +1,6 @@
-"""Client of the head node's data server (areal_core.run.remote.files), for remote workers and their ranks.
+"""Client of the head node's data server (run.remote.files), for remote workers and their ranks.
 
-Synchronous and stdlib only. The head node may be away for a while. Every request is safe to repeat.
+Synchronous and stdlib only. The client tolerates absences of the head node. Every request is safe to repeat.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from areal_core.api.access import authorization
 from areal_core.config.fields import refuse_credentials
 from areal_core.errors import ArealError, ConfigError, StorageError
 
-_TIMEOUT_S = 10.0  # for the head node to go on with a response
-_PIECE = 2**18  # bytes of a file, between two looks whether it is still wanted; they fit the cache that hashes them
-_AGAIN_S = 0.5  # between two tries to go on with a file
+_TIMEOUT_S = 10.0  # longest silence of the head node within a response
+_PIECE = 2**18  # bytes of a file between two checks of `stopped`; a piece fits the CPU cache, where it is hashed
+_AGAIN_S = 0.5  # between two attempts to continue a file
 _LINE_CHARS = 300
 
 
 class AwayError(ArealError):
-    """The head node does not answer, or not in order: it may be asked again."""
+    """The head node is unreachable or sent a bad response; the request may be repeated."""
 
 
 class Head:
-    """Where the head node is, and what it takes to be served."""
+    """Address of the head node's data server, and the run's token."""
 
     def __init__(
         self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S, name: str = "--head"
     ) -> None:
-        """`token` is the run's. `where` is the URL, or gives it for every connection, for a run whose head node may be
-        replaced; then it raises AwayError where there is none yet. `name` is the field that holds the URL. Raises
-        ConfigError for what is no URL."""
+        """`where` is the URL, or a callable that returns it, if the head node may be replaced.
+        The callable raises AwayError while there is no head node. `name` is the configuration field of the URL.
+        Raises ConfigError for an invalid URL."""
         self._where = checked_url(where, name) if isinstance(where, str) else where
         self.token = token
         self.timeout_s = timeout_s
 
     @property
     def url(self) -> str:
-        """Where it is now. Raises AwayError."""
+        """The current URL. Raises AwayError if there is no head node yet."""
         return self._where if isinstance(self._where, str) else self._where()
 
     def session(self) -> Session:
@@ -53,7 +53,7 @@ class Head:
 
 
 class Session:
-    """One connection, for one thread at a time."""
+    """One connection to the data server, for one thread at a time."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -61,7 +61,8 @@ class Session:
         self._connection: http.client.HTTPConnection | None = None
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status, below 500, and body of a response. Raises AwayError, and ConfigError where the token is refused."""
+        """Return the status (below 500) and body of a response.
+        Raises AwayError, or ConfigError for a refused token."""
         response = self._respond(method, path, body, {})
         with self._heard():
             content = response.read()
@@ -70,8 +71,8 @@ class Session:
         return response.status, content
 
     def file(self, path: str, start: int) -> http.client.HTTPResponse:
-        """The response that holds a file from its byte `start` on, unread. Raises AwayError, ConfigError as `ask` does,
-        and StorageError where the head node has no such file."""
+        """Request a file from byte `start` on; returns the unread response.
+        Raises as `ask`, and StorageError if the head node does not have the file."""
         response = self._respond("GET", path, None, {"Range": f"bytes={start}-"} if start else {})
         if response.status in (200, 206):
             return response
@@ -80,7 +81,8 @@ class Session:
         raise AwayError(line) if response.status >= 500 else StorageError(line)
 
     def read(self, response: http.client.HTTPResponse, buffer: memoryview) -> int:
-        """Read some more bytes of a file into `buffer`; returns how many, 0 at the file's end. Raises AwayError."""
+        """Read more bytes of a file into `buffer`; returns how many, 0 at the end of the file.
+        Raises AwayError."""
         with self._heard():
             return response.readinto(buffer)
 
@@ -100,7 +102,7 @@ class Session:
                     response = connection.getresponse()
                 break
             except AwayError:
-                if not was_open:  # else the head node may have closed it meanwhile: a new one will tell
+                if not was_open:  # else the head node may have closed the idle connection: try a new one
                     raise
         if response.status == 401:
             raise ConfigError(f"--token-file: {self.url} refuses this token: it is not that of its run")
@@ -117,7 +119,7 @@ class Session:
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        """Raises AwayError where the head node can't be heard within, and ends the connection."""
+        """Turn connection errors of the block into AwayError, and close the connection."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
@@ -126,11 +128,11 @@ class Session:
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
-    """Copy a file of the head node's, which is hashed as it arrives; returns its size. What is cut short goes on where
-    it ended, as long as something comes within `patience_s`.
+    """Copy a file from the head node to `target`, hashing it on arrival; returns its size in bytes.
 
-    Raises StorageError for a file that the head node has not, or that is damaged; AwayError where nothing came for so
-    long, or once it is `stopped`; OSError where it can't be written.
+    An interrupted transfer continues at the last byte. Raises AwayError if no byte comes for `patience_s` seconds, or
+    once `stopped()` is true. Raises StorageError if the head node lacks the file, or if the blake3 `digest` differs.
+    Raises OSError if the file can't be written.
     """
     size, total, hashed, buffer = 0, None, blake3(), memoryview(bytearray(_PIECE))
     came_at, said = time.monotonic(), ""
@@ -169,7 +171,7 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
 
 
 def checked_url(url: str, name: str = "--head") -> str:
-    """Raises ConfigError that names the field for what is no URL of a data server or a stager."""
+    """Return `url` without a final slash. Raises ConfigError, with the field `name`, for an invalid URL."""
     refuse_credentials(name, url, "the token has an option of its own (--token-file)")
     try:
         parts = urllib.parse.urlsplit(url)
@@ -182,7 +184,7 @@ def checked_url(url: str, name: str = "--head") -> str:
 
 
 def parsed(content: bytes) -> Any:
-    """JSON of the head node's. Raises AwayError for what is none."""
+    """Parse JSON from the head node. Raises AwayError for anything else."""
     try:
         return json.loads(content)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Time limits that only count time in which this process could listen.
+"""Time limits that count only the time in which this process could receive.
 
-A process whose event loop was blocked, or that was stopped, finds its timers overdue when it goes on, and beside them
-unread what came in time. Its own lag is no proof of another's silence.
+If the event loop was blocked or the process was stopped, its timers are overdue when it continues. Data that arrived
+in time may still be unread. The process's own lag must not count as silence of its peer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_LOOKS = 5  # a limit is counted in so many parts; one that ends late by as much again is not counted
+_LOOKS = 5  # a limit has so many parts; a part does not count if its timer fires late by a whole part
 
 
 @asynccontextmanager
 async def patience(seconds: float | None) -> AsyncIterator[None]:
-    """As `asyncio.timeout(seconds)`, TimeoutError included, on a loop that always runs; None: without a limit."""
+    """Like `asyncio.timeout(seconds)`, but ignores time in which the loop was blocked. None: no limit."""
     if seconds is None:
         yield
         return

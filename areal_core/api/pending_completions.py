@@ -1,9 +1,8 @@
-"""The completions of one request, as far as they are known while servers work on it.
+"""The completions of one request while servers generate them.
 
-Completions come as they end, each finished or with what an interrupted server has sampled of it; a request for the
-rest goes to any server. The bodies of responses stay bytes, of which no more is read here than counts, finish
-reasons, and the tokens of an interrupted completion, which the request for the rest begins with. All else is for the
-reward workers.
+Servers return completions as each ends, finished or interrupted. Any server can continue an interrupted completion.
+Response bodies stay bytes. This module parses token counts and finish reasons, and the tokens of interrupted
+completions, because the next request starts with them. Reward workers parse the rest.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedChoice:
-    """One completion, or what was sampled of it."""
+    """One completion in a response, finished or interrupted."""
 
     tokens: int
     finish_reason: str
-    token_ids: Int32Array | None  # [tokens] of an interrupted one
+    token_ids: Int32Array | None  # [tokens] of an interrupted completion
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A body, and what was read of it: `choices`, or why there are none."""
+    """A response body and its parsed `choices`, or the `problem` that prevented parsing."""
 
     body: bytes
     choices: tuple[ReceivedChoice, ...] = ()
@@ -51,7 +50,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def receive(body: bytes) -> Received:
-    """Read a body, in half a millisecond for 8k tokens."""
+    """Parse a response body; takes half a millisecond for 8k tokens."""
     try:
         return Received(body, tuple(map(_read, _decoder.decode(body).choices)))
     except msgspec.MsgspecError as error:
@@ -70,28 +69,28 @@ _NO_TOKENS = np.zeros(0, np.int32)
 @dataclass(slots=True)
 class _Completion:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
-    tokens: Int32Array = field(default_factory=lambda: _NO_TOKENS)  # of a completion that is not finished
+    tokens: Int32Array = field(default_factory=lambda: _NO_TOKENS)  # of an unfinished completion
     sampled: int = 0  # tokens of all segments
     finished: bool = False
-    finish_reason: str | None = None  # where it isn't what the last segment says
+    finish_reason: str | None = None  # None: the last segment's own reason
 
 
 class PendingCompletions:
-    """The completions of `request`, as far as they are known."""
+    """The completions of `request` so far."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self._completions = [_Completion() for _ in range(request.n)]
-        self._finished: list[int] = []  # completions, since `finished` was last called
-        self._kept = Tally()  # what the completions are made of
-        self._refused = Tally()
-        self.begun = False  # something has come: what is left is requested completion by completion
-        self.sent = False  # to a server, which counts its completions since
-        self.notify: Callable[[], None] = lambda: None  # is called when a completion is finished
+        self._finished: list[int] = []  # indices of completions finished since the last call of `finished`
+        self._kept = Tally()  # tokens of the accepted segments
+        self._refused = Tally()  # tokens of refused or discarded segments
+        self.begun = False  # some segments have come: request each remaining completion by itself
+        self.sent = False  # to a server, whose counters include these completions from then on
+        self.notify: Callable[[], None] = lambda: None  # called when a completion is finished
 
     def take(self, indices: Sequence[int], received: Received) -> None:
-        """Take what a server has sent: a body whose choices are these completions, or the rest of them. Raises
-        GenerationError for one that can't be continued from; nothing of it stays."""
+        """Accept a response whose choices are the completions `indices`, or their continuations.
+        Raises GenerationError for a response that can't be continued; none of it is kept."""
         sampled = self._tally(indices, received)
         if problem := _problem(indices, received):
             self._refused += sampled
@@ -105,35 +104,35 @@ class PendingCompletions:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `finished` would return any."""
+        """Whether `finished` would return a completion."""
         return bool(self._finished)
 
     def finished(self) -> list[tuple[int, SampledCompletion]]:
-        """Completions that were finished since the last call, by index."""
+        """Return the completions finished since the last call, with their indices."""
         finished, self._finished = self._finished, []
         return [(index, self._sampled(index)) for index in sorted(finished)]
 
     def repeat(self) -> None:
-        """Have `finished` return again what it has returned before."""
+        """Make `finished` return all finished completions again."""
         self._finished = [index for index, completion in enumerate(self._completions) if completion.finished]
 
     def discard(self) -> None:
-        """Start over: what servers have handed over counts as refused."""
+        """Start over. The tokens received so far count as refused."""
         self._completions, self._finished = [_Completion() for _ in self._completions], []
         self.begun = False
         self._refused, self._kept = self._refused + self._kept, Tally()
 
     def lengths(self) -> list[int]:
-        """Tokens of each completion so far."""
+        """Sampled tokens of each completion so far."""
         return [completion.sampled for completion in self._completions]
 
     def unfinished(self) -> list[int]:
-        """Indices of the completions that a server has to continue."""
+        """Indices of the completions that a server must still continue."""
         return [index for index, completion in enumerate(self._completions) if not completion.finished]
 
     def continuation(self, index: int) -> GenerationRequest:
-        """The request for the rest of a completion: prompt and tokens so far, and a seed of its own. With the seed of
-        `request`, a server would sample with the same random numbers again."""
+        """Build the request for the rest of a completion: prompt, tokens so far, and a seed of its own.
+        With the seed of `request`, a server would repeat the same random numbers."""
         request, tokens = self.request, self._completions[index].tokens
         name = f"{request.seed}/{index}/{len(tokens)}".encode()
         return replace(
@@ -146,20 +145,20 @@ class PendingCompletions:
         )
 
     def completions(self) -> tuple[SampledCompletion, ...]:
-        """The completions with all of their segments, finished or not."""
+        """Return all completions with all their segments, finished or not."""
         return tuple(map(self._sampled, range(len(self._completions))))
 
     def sampled(self) -> Tally:
-        """Tokens of everything that servers have handed over, except what `take_refused` has returned."""
+        """Count the tokens received from servers, except those that `take_refused` has returned."""
         return self._kept + self._refused
 
     def take_refused(self) -> Tally:
-        """Tokens of what was refused or discarded since the last call."""
+        """Count the tokens that were refused or discarded since the last call."""
         refused, self._refused = self._refused, Tally()
         return refused
 
     def _tally(self, indices: Sequence[int], received: Received) -> Tally:
-        """The tokens of a body that can be read, and at most how many more there may be."""
+        """Count the tokens of a response, and an upper bound of the tokens that could not be parsed."""
         most = max(self.request.max_tokens - len(self._completions[index].tokens) for index in indices)
         unread = max(0, len(indices) - len(received.choices)) * most
         return Tally(tokens=sum(choice.tokens for choice in received.choices), unread=unread)
@@ -173,7 +172,7 @@ class PendingCompletions:
             self._finish(index)
             return
         tokens = completion.tokens = np.concatenate([completion.tokens, choice.token_ids])
-        if len(tokens) and tokens[-1] in request.stop_token_ids:  # interrupted after its last token
+        if len(tokens) and tokens[-1] in request.stop_token_ids:  # interrupted after its stop token
             self._finish(index, "stop")
         elif len(tokens) >= request.max_tokens:
             self._finish(index, "length")
@@ -189,7 +188,7 @@ class PendingCompletions:
 
 
 def _problem(indices: Sequence[int], received: Received) -> str | None:
-    """Why a body is not what these completions can be made of, or go on from."""
+    """Return why a response does not fit these completions, or None."""
     if received.problem is not None:
         return received.problem
     if len(received.choices) != len(indices):

@@ -1,4 +1,4 @@
-"""What aiohttp applications share: bodies as records, refusals as one line of text, and the run's token."""
+"""Shared parts of the aiohttp applications: body parsing, one-line errors, and the token check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from areal_core.api.access import REFUSED, admits
 
 
 def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
-    """A middleware: errors of these kinds have these statuses, the first that fits; what else is wrong with a request
-    has 400."""
+    """Return a middleware that turns exceptions into responses of one line.
+    The first matching kind in `statuses` sets the status; other errors of a request get 400."""
 
     @web.middleware
     async def as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -29,7 +29,7 @@ def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
 
 
 def guard(token: str) -> Middleware:
-    """A middleware that refuses, with 401, all requests without this token."""
+    """Return a middleware that refuses requests without this token (401)."""
 
     @web.middleware
     async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 
 async def read(request: web.Request, kind: type[T]) -> T:
-    """The body of a request. Raises ValueError that names the field."""
+    """Parse the JSON body of a request as `kind`. Raises ValueError with the name of the bad field."""
     try:
-        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
+        return msgspec.convert(await request.json(), kind)  # msgspec's own JSON parser rejects NaN
     except msgspec.ValidationError as error:
         raise ValueError(f"body: {error}") from None
     except RecursionError:

@@ -1,7 +1,7 @@
-"""One group's rollouts: what is generated for them, completion by completion, and the environment that takes it in.
+"""Generate and score one group's rollouts, passing each completion to the environment as it ends.
 
-A group whose environment opens with the prompt begins with one request, for the first turns of all rollouts. Any other
-begins in a worker, with the requests of its environment.
+If the environment opens with the prompt, the group begins with one request for the first turns of all rollouts.
+Otherwise a reward worker starts the environment first, and the environment requests its completions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ _Outcome = tuple[SampleRequest, ...] | ScoredGroup
 
 
 class Session(Protocol):
-    """The rollouts of one group in its environment."""
+    """The environment session of one group: its rollouts, in a reward worker."""
 
     def deliver(self, arrived: Sequence[Arrival]) -> None:
-        """Resume the environment with completions of its requests; begin it with those of the opening, if any."""
+        """Pass completions to the environment.
+        The first call starts it, with completions of the opening request if any."""
         ...
 
     async def said(self) -> _Outcome:
-        """Wait for the environment's next requests, or for the scored group. Raises RewardError, and GenerationError
-        for a body that holds no completions; the session is to be closed then."""
+        """Wait for the environment's next requests, or for the scored group.
+        Raises RewardError, or GenerationError for a response without completions; the caller must then close the
+        session."""
         ...
 
     def cut(self) -> None:
-        """Have rollouts end that have not ended: without a result where they wait for the policy, else incorrect."""
+        """End unfinished rollouts: without a result if they wait for the policy, else as incorrect."""
         ...
 
     def close(self) -> None: ...
@@ -42,15 +44,15 @@ class Session(Protocol):
 
 @dataclass(eq=False)
 class _Part:
-    """What is generated for one request."""
+    """One request of the group, and the task that generates its completions."""
 
     pending: PendingCompletions
-    rollouts: tuple[int, ...]  # of each completion
-    generating: asyncio.Task[None] | None = None  # until it was looked at once it is done
+    rollouts: tuple[int, ...]  # the rollout of each completion
+    generating: asyncio.Task[None] | None = None  # None once the result of the finished task was checked
 
 
 class Rollouts:
-    """Generates and scores one group. Completions reach the environment as they end, whatever the others do."""
+    """Generate and score one group. The environment gets each completion without waiting for the others."""
 
     def __init__(
         self,
@@ -60,31 +62,31 @@ class Rollouts:
         begin: Callable[[bool], Session],
         deadline_s: float | None = None,
     ) -> None:
-        """`request`: the first turns of all rollouts, if the environment `opens` with the prompt; other requests differ
-        from it in text, limit and seed. `generate` finishes pending completions, or raises GenerationError, or leaves
-        some unfinished as the run ends; when cancelled, they hold all that was sampled. `begin` opens a session; it is
-        told whether a verdict of the group has cost a worker its process. `deadline_s`: of a try, after which rollouts
-        that have not ended are cut."""
+        """`request` asks for the first turns of all rollouts, if the environment `opens` with the prompt.
+        Later requests differ in prompt, limit and seed. `generate` finishes pending completions or raises
+        GenerationError; as the run ends it may return early. If cancelled, it leaves all sampled tokens in them.
+        `begin(costs_workers)` opens a session; the flag says that scoring this group has killed a worker. `deadline_s`
+        limits an attempt, in seconds; then the unfinished rollouts are cut."""
         self._request = request
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
-        self._saying: asyncio.Task[_Outcome] | None = None  # of the session
+        self._saying: asyncio.Task[_Outcome] | None = None  # waits for the session's next requests or the scored group
         self._costs_workers = False
-        self._lost: list[PendingCompletions] = []  # of requests that a failure has made worthless
-        self._before = [0] * request.n  # lengths in tries that have failed
+        self._lost: list[PendingCompletions] = []  # of requests that a failure has discarded
+        self._before = [0] * request.n  # lengths in failed attempts
         self._changed = asyncio.Event()
         self._deadline_s = deadline_s
-        self._deadline: float | None = None  # of this try, in the time of the event loop
+        self._deadline: float | None = None  # of this attempt, in event-loop time
         self._opening = [self._part(request, range(request.n))] if opens else []
         self._parts = self._opening[:]
 
     async def scored(self) -> ScoredGroup | None:
-        """The scored group; None where completions are left unfinished, as the run ends.
+        """Return the scored group, or None if the run ends before all completions are generated.
 
-        Raises the error of a request or of the environment. A second call resumes and repeats failed requests. After a
-        RewardError the environment starts again with the completions of the opening. After its GenerationError these
-        can't be read, and new ones are generated."""
+        Raises the error of a request or of the environment. A second call resumes, and repeats failed requests. After a
+        RewardError it restarts the environment with the completions of the opening request. After a GenerationError of
+        the environment these completions are unreadable, and the call generates new ones."""
         for part in self._parts:
             self._start(part)
         if self._session is None and self._deadline_s is not None:
@@ -113,29 +115,29 @@ class Rollouts:
 
     @property
     def sent(self) -> bool:
-        """Whether servers count what it began with."""
+        """Whether any request has reached a server, whose counters then include it."""
         return any(part.pending.sent for part in self._parts)
 
     def sampled(self) -> Tally:
-        """Tokens of all that servers have returned, except those that `take_refused` has returned."""
+        """Count the tokens received from servers, except those that `take_refused` has returned."""
         return sum((pending.sampled() for pending in self._pending()), Tally())
 
     def take_refused(self) -> Tally:
-        """Tokens that a failure has made worthless since the last call."""
+        """Count the tokens that a failure has discarded since the last call."""
         refused = sum((pending.take_refused() for pending in self._pending()), Tally())
         self._lost = []
         return refused
 
     @property
     def complete(self) -> bool:
-        """Whether all that was requested is there, and the environment has got it."""
+        """Whether the environment has received every requested completion."""
         return not any(part.pending.unfinished() or part.pending.has_finished for part in self._parts)
 
     async def __aenter__(self) -> Rollouts:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End what is being generated, and the session. Then all that was sampled is known."""
+        """Stop generation and close the session. Afterwards `sampled` is final."""
         self._close_session()
         await _end(self._parts)
 
@@ -147,7 +149,7 @@ class Rollouts:
             part.generating.add_done_callback(lambda _: self._changed.set())
 
     def _raise_failures(self) -> None:
-        """Raise what a request has failed with; the others go on."""
+        """Raise the error of a failed request; the other requests continue."""
         for part in self._parts:
             if part.generating is not None and part.generating.done():
                 ended, part.generating = part.generating, None
@@ -168,7 +170,7 @@ class Rollouts:
         self._session.cut()
 
     def lengths(self, *, cut: bool = False) -> list[int]:
-        """Tokens that were sampled for each rollout; `cut`: for those alone that wait for completions."""
+        """Sampled tokens of each rollout; with `cut`, only of the rollouts that wait for completions."""
         tokens, waiting = [0] * self._request.n, set[int]()
         for part in self._parts:
             for rollout, length in zip(part.rollouts, part.pending.lengths(), strict=True):
@@ -183,7 +185,7 @@ class Rollouts:
             self._session = self._begin(self._costs_workers)
             self._listen(self._session)
         elif not arrived:
-            return  # it has begun
+            return  # the session has already begun
         self._session.deliver(arrived)
 
     def _listen(self, session: Session) -> None:
@@ -192,7 +194,7 @@ class Rollouts:
 
     def _has_said(self, saying: asyncio.Task[Any]) -> None:
         if not saying.cancelled():
-            saying.exception()  # `scored` raises it, unless it is cancelled meanwhile
+            saying.exception()  # mark as retrieved: `scored` raises it unless cancelled meanwhile
         self._changed.set()
 
     async def _said(self, saying: asyncio.Task[_Outcome]) -> _Outcome:
@@ -220,7 +222,7 @@ class Rollouts:
         return outcome
 
     def _request_further(self, asked: SampleRequest) -> None:
-        """Its seed follows from the call: it does not depend on which completion ended first."""
+        """Derive the seed from the call, so that it does not depend on which completion finished first."""
         seed = _seed(b"call/%d/%d/%d" % (self._request.seed, *asked.calls[0]))
         request = replace(
             self._request,
@@ -250,7 +252,7 @@ class Rollouts:
 
 
 async def _end(parts: Sequence[_Part]) -> None:
-    """Cancel what is being generated, and wait for its end, also where this is cancelled meanwhile."""
+    """Cancel the generation of `parts` and wait for its end, even if this call is cancelled."""
     tasks = [part.generating for part in parts if part.generating is not None]
     for task in tasks:
         task.cancel()
@@ -262,14 +264,14 @@ async def _end(parts: Sequence[_Part]) -> None:
             cancelled = error
     for part in parts:
         if part.generating is not None and not part.generating.cancelled():
-            part.generating.exception()  # it was ended, whatever it met
+            part.generating.exception()  # mark as retrieved; errors after a cancel do not matter
         part.generating = None
     if cancelled is not None:
         raise cancelled
 
 
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
-    """Seed of a group's sampling streams, 63 bits: the same at every try and on every server."""
+    """Seed of a group's sampling streams, 63 bits: the same in every attempt and on every server."""
     return _seed(f"{run_seed}/{prompt_index}/{requeues}".encode())
 
 

@@ -1,11 +1,11 @@
-"""Scored trajectory groups as bytes, of which a rank reads its own sequences and nothing else.
+"""Binary format of scored trajectory groups. Each rank reads only its own sequences.
 
     prompt 0 | ... | sequence 0 | sequence 1 | ...       one part each, end to end
       |               `- tokens int32[L] | logprobs float32[L] | versions int32[L] | loss_mask bool[L]
       `- int32[L_prompt]                                 all little-endian
 
-There is no header: where a part lies follows from the lengths, which the description of a batch has, beside the
-checksum of every part.
+There is no header. The batch's description holds the lengths, which give each part's position, and each part's
+checksum.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FIELDS = {
 }
 _TOKEN_BYTES = sum(dtype.itemsize for dtype in _FIELDS.values())
 
-SUFFIX = ".bin"  # of segments, the files that payloads are parts of
+SUFFIX = ".bin"  # of segments, the files that hold payloads
 
-Span = tuple[int, int]  # bytes from the beginning of a payload, or of a segment: start and end
+Span = tuple[int, int]  # start and end byte, end exclusive, in a payload or a segment
 
-REQUEST_LINE_BYTES = 2**20  # that a server takes for spans: those of thousands of completions in one request
+REQUEST_LINE_BYTES = 2**20  # longest request line that a server accepts: spans of thousands of completions
 _SHOWN_CHARS = 100
 _SPANS = re.compile(r"[0-9]{1,15}-[0-9]{1,15}(,[0-9]{1,15}-[0-9]{1,15})*")
 
@@ -47,10 +47,10 @@ _SPANS = re.compile(r"[0-9]{1,15}-[0-9]{1,15}(,[0-9]{1,15}-[0-9]{1,15})*")
 class ScoredGroup:
     """A trajectory group whose rollouts have ended."""
 
-    payload: bytes  # of pack_group
+    payload: bytes  # from pack_group
     summary: GroupSummary
-    failure: str | None = None  # the first that its verifier has failed with, as errors.VerifierError says it
-    samples: tuple[Sample, ...] = ()  # [G] rollouts, where they were asked for
+    failure: str | None = None  # message of its first errors.VerifierError
+    samples: tuple[Sample, ...] = ()  # [G] rollouts, if samples were requested
 
 
 def segment_file(folder: Path, segment: str) -> Path:
@@ -58,18 +58,18 @@ def segment_file(folder: Path, segment: str) -> Path:
 
 
 def part_spans(prompts: Sequence[int], lengths: Sequence[int]) -> list[Span]:
-    """Where the parts of a payload lie: each of the prompts, and each of the sequences, by their tokens."""
+    """Return the spans of a payload's parts, from the token counts of its prompts and sequences."""
     sizes = [*(_PROMPT.itemsize * tokens for tokens in prompts), *(_TOKEN_BYTES * length for length in lengths)]
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def spans_text(spans: Sequence[Span]) -> str:
-    """Spans as a request names them: 0-48,96-200."""
+    """Format spans for a request: 0-48,96-200."""
     return ",".join(f"{start}-{end}" for start, end in spans)
 
 
 def parsed_spans(text: str) -> list[Span]:
-    """Raises ValueError for what `spans_text` does not write."""
+    """Parse the format of `spans_text`. Raises ValueError."""
     if _SPANS.fullmatch(text):
         spans = [(int(start), int(end)) for start, end in (span.split("-") for span in text.split(","))]
         if all(start <= end for start, end in spans):
@@ -80,18 +80,18 @@ def parsed_spans(text: str) -> list[Span]:
 
 
 def cut(data: bytes, spans: Sequence[Span]) -> list[bytes]:
-    """The bytes of each of some spans, which lie end to end in `data`."""
+    """Split `data`, which holds the bytes of these spans end to end."""
     parts = io.BytesIO(data)
     return [parts.read(end - start) for start, end in spans]
 
 
 def in_segment(group: BatchGroup, spans: Sequence[Span]) -> list[Span]:
-    """Spans of a group's payload, from the beginning of its segment."""
+    """Convert spans of a group's payload to spans of its segment."""
     return [(group.start + start, group.start + end) for start, end in spans]
 
 
 def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
-    """The group as bytes, and the CRC-32 of each part."""
+    """Serialise a group. Returns its bytes and the CRC-32 of each part."""
     ends = np.cumsum(payload.lengths)
     for name, dtype in _FIELDS.items():
         array: np.ndarray = getattr(payload, name)
@@ -105,7 +105,7 @@ def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
 
 
 def read_group_file(folder: Path, group: BatchGroup, sequences: Sequence[int]) -> GroupPayload:
-    """As `read_group`, from the segment in `folder`. Raises OSError, too."""
+    """Like `read_group`, from the segment file in `folder`. Also raises OSError."""
     with segment_file(folder, group.segment).open("rb") as segment:
 
         def read(spans: Sequence[Span]) -> list[bytes]:
@@ -117,8 +117,8 @@ def read_group_file(folder: Path, group: BatchGroup, sequences: Sequence[int]) -
 def read_group(
     read: Callable[[Sequence[Span]], list[bytes]], group: PackedGroup, sequences: Sequence[int]
 ) -> GroupPayload:
-    """Some of a group's sequences, in the order given, and the prompts that they begin with. `read` returns the bytes
-    of spans of its payload. Raises StorageError for bytes that are not what was stored."""
+    """Read some sequences of a group, in the given order, and their prompts.
+    `read` returns the bytes of spans of the payload. Raises StorageError if a part's length or CRC-32 is wrong."""
     spans, prompts = part_spans(group.prompts, group.lengths), sorted({group.prompt_of[index] for index in sequences})
     chosen = [*prompts, *(len(group.prompts) + index for index in sequences)]
     parts = read([spans[part] for part in chosen])

@@ -1,7 +1,7 @@
-"""How this package's HTTP servers listen, and how long their clients may be silent. Every server is started from here.
+"""Start the HTTP servers of this package, with limits on the silence of their clients.
 
-aiohttp has one time limit, `keepalive_timeout`, an hour by default. It bounds the time in which the headers of the next
-request must have come, however slowly they come. Nothing bounds a body.
+aiohttp's only time limit is `keepalive_timeout`, an hour by default. It bounds the time until the next request's
+headers are complete. It does not bound bodies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from aiohttp.typedefs import Handler
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import write_json
 
-_LEAST_BYTES = 1024  # of a body, in that time
-_FIRST_PORT, _TRIES = 10_000, 100  # of a listener that keeps its port
-_RELEASE_S, _AGAIN_S = 5.0, 0.2  # for the port of a process that has just been killed
+_LEAST_BYTES = 1024  # the least growth of a body within `silent_s`
+_FIRST_PORT, _TRIES = 10_000, 100  # range and attempts for a listener that keeps its port
+_RELEASE_S, _AGAIN_S = 5.0, 0.2  # wait for the port of a process that was just killed
 
 
 def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> web.AppRunner:
-    """The runner of an application, with aiohttp's `options`. Connections close `silent_s` after the last response, or
-    after their start, unless a request's headers have come; bodies that stand still for so long are refused (408)."""
+    """Create the runner of an application, with aiohttp's `options`.
+    A connection closes `silent_s` seconds after its start or its last response, unless new headers have come. A body
+    that stalls for as long is refused (408)."""
 
     @web.middleware
     async def received(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -33,15 +34,15 @@ def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> w
             await _read(request, silent_s)
         return await handler(request)
 
-    app.middlewares.append(received)  # the last one: behind the door
+    app.middlewares.append(received)  # last, so that the token check runs first
     return web.AppRunner(app, access_log=None, keepalive_timeout=silent_s, **options)
 
 
 async def listen(runner: web.AppRunner, address: str, port: int = 0, *, kept: Path | None = None) -> str:
     """Listen on `address` and return the URL. With `port` 0 the kernel chooses a free port.
 
-    With the file `kept`, a listener has the same port whenever it is started again: the file's, else a free one, which
-    is written there. Raises ConfigError where the kept port is taken, and OSError.
+    With the file `kept`, the listener keeps its port across restarts. The first start chooses a free port and writes it
+    there. Raises ConfigError if the kept port is taken, and OSError.
     """
     if kept is None or port:
         await web.TCPSite(runner, address, port).start()
@@ -72,21 +73,21 @@ async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Pa
 
 
 async def _listen_on_first(runner: web.AppRunner, address: str) -> None:
-    """Listen on a free port that the kernel gives to no connection, which could take one while its listener is started
-    again; on any port, should none be found."""
+    """Listen on a free port below the kernel's ephemeral range; on any port if none is found.
+    No outgoing connection can then take the port while its listener restarts."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for left in reversed(range(_TRIES)):
         port = random.SystemRandom().randrange(_FIRST_PORT, low) if left and low > _FIRST_PORT else 0
         try:
             await web.TCPSite(runner, address, port).start()
             return
-        except OSError:  # it is taken
+        except OSError:  # the port is taken
             if not left:
                 raise
 
 
 async def _read(request: web.Request, silent_s: float) -> None:
-    """Read the body, which `request` keeps."""
+    """Read the body into `request`. Raises a 408 if it stalls for `silent_s` seconds."""
     reading = asyncio.ensure_future(request.read())
     try:
         while not reading.done():

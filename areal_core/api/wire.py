@@ -1,6 +1,6 @@
-"""The bodies of requests and responses of POST /inference/v1/generate, as records and as JSON.
+"""Bodies of POST /inference/v1/generate: records, and their encoding as JSON.
 
-Fields are those of vLLM's native RL API. Servers encode, clients pass bytes on, reward workers parse.
+The fields are those of vLLM's native RL API. Servers encode, clients pass bytes on, reward workers parse.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.types import FORMAT, Completion, GenerationRequest, Int32Array, PolicyVersion
 
 MODEL_NAME = "policy"
-ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
-EMBEDDED = f"areal.{FORMAT}"  # what the embedded server adds to it, for what it has beyond them
-ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
-# The type of a response that the embedded server sends in parts, as completions end, where a client accepts it.
+ROUTES_VERSION = "0.32.0"  # the vLLM version with these routes and fields
+EMBEDDED = f"areal.{FORMAT}"  # marks the embedded server's extensions of these routes
+ROLLOUT = "group-"  # id prefix of rollout requests, whose tokens servers count separately
+# Media type of a response that the embedded server sends in parts, as completions end, if the client accepts it.
 PARTS = "application/vnd.areal.parts"
 _VERSION_NAME = re.compile(rf"{MODEL_NAME}-(\d+)-[0-9a-f]{{8,}}")
-BodyPart = tuple[bytes, int]  # a response's body, and the place of a choice in it
+BodyPart = tuple[bytes, int]  # a response's body, and the index of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledCompletion:
-    """One completion as servers gave it, not decoded: an interrupted one has several segments."""
+    """One completion as servers returned it, not parsed; an interrupted one has several segments."""
 
     segments: tuple[BodyPart, ...]
-    finish_reason: str | None = None  # None: what the last segment says
+    finish_reason: str | None = None  # None: the last segment's reason
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A finished completion of one of a group's requests."""
+    """A finished completion, with the request of the group that it belongs to."""
 
-    request: int  # 0: the one that the group begins with; those of its environment follow, in their order
+    request: int  # 0: the group's opening request; later requests of its environment follow, in order
     index: int
     completion: SampledCompletion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """What a generation server does and has done: its response to GET /load."""
+    """Load and counters of a generation server: its response to GET /load."""
 
     running: int  # completions being decoded
     waiting: int  # completions without a slot
-    generated_tokens: int  # sampled since the start, whatever became of them
-    rollout_tokens: int  # of these, the ones of the rollout's requests
+    generated_tokens: int  # sampled since the start, including discarded ones
+    rollout_tokens: int  # the part of these that belongs to rollout requests
     completion_s: float  # completions being decoded, summed over time
     idle_s: float  # time without a running completion, unless it was paused
     paused_s: float
-    swap_ms: float  # the last change of weights
+    swap_ms: float  # duration of the last load of model weights
     recompute_ms: float  # the last recomputation of the KV cache
     recomputed_tokens: int
 
 
 def version_name(version: PolicyVersion) -> str:
-    """The name of a version as a model of its own: requests for it are refused by a server that does not hold it. It
-    has a part of the hash, as a version that is made again may have other weights."""
+    """Return a version's model name; servers that do not hold the version refuse requests for it.
+    The name contains a part of the hash, because a version that is made again may have other model weights."""
     return MODEL_NAME if version.version == 0 else f"{MODEL_NAME}-{version.version}-{version.digest[:8]}"
 
 
 def encode_request(request: GenerationRequest, model: str = MODEL_NAME, cache_salt: str | None = None) -> bytes:
-    """The body of a request to `model`: MODEL_NAME for whatever the server has loaded, or a version by its name. Its
-    stop tokens are all that ends a completion, whatever the model's own end token is. vLLM shares cached prefixes among
-    requests of one `cache_salt` alone."""
+    """Encode a request to `model`: MODEL_NAME for the server's current version, or the name of a version.
+    Only the request's stop tokens end a completion. The model's own end token does not. vLLM shares cached prefixes
+    only among requests with the same `cache_salt`."""
     return orjson.dumps(
         {
             "model": model,
@@ -94,7 +94,7 @@ def encode_request(request: GenerationRequest, model: str = MODEL_NAME, cache_sa
 def encode_generation(
     request: GenerationRequest, completions: Sequence[Completion], *, indices: Sequence[int] | None = None
 ) -> bytes:
-    """The body of a response; `indices` of the completions, if they are not all of them."""
+    """Encode a response; `indices` are the completions' choice indices, if they are not 0, 1, 2, ..."""
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     numbered = zip(range(len(completions)) if indices is None else indices, completions, strict=True)
     return orjson.dumps(
@@ -112,19 +112,19 @@ def encode_generation(
 
 
 def encode_part(completions: Sequence[int], body: bytes) -> bytes:
-    """A part of a response of type PARTS: a line of JSON, and a body whose choices are these completions."""
+    """Encode a part of a PARTS response: a line of JSON, then a body whose choices are these completions."""
     return b"%b\n%b" % (orjson.dumps({"completions": completions, "bytes": len(body)}), body)
 
 
 def encode_failure(message: str) -> bytes:
-    """What ends a response of type PARTS that can't be completed."""
+    """Encode the line that ends a PARTS response after a failure."""
     return b"%b\n" % orjson.dumps({"error": message})
 
 
 def parse_generation(body: bytes) -> list[Completion]:
-    """The completions of a body, in order. Raises GenerationError when the body does not carry log-probabilities and
-    a version for every token. A request to a version by its name has no other: what the server has loaded meanwhile,
-    and labels its tokens with, does not matter."""
+    """Parse the completions of a response, in order.
+    If the body names a version, all its tokens get that version, even if the server has since loaded another.
+    Raises GenerationError unless every token has a log-probability and a version."""
     try:
         response = _decoder.decode(body)
         named = _VERSION_NAME.fullmatch(response.model or "")
@@ -134,8 +134,8 @@ def parse_generation(body: bytes) -> list[Completion]:
 
 
 def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
-    """The completions of a part, and the bytes of its body, from its first line. Raises ServerLostError for a server
-    that has failed, GenerationError for another line."""
+    """Parse the first line of a part: its completions, and its body's size in bytes.
+    Raises ServerLostError if the line reports a failed server, GenerationError for any other line."""
     try:
         part = orjson.loads(line)
         if "error" in part:
@@ -146,7 +146,7 @@ def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
 
 
 def join_completions(completions: Sequence[SampledCompletion]) -> list[Completion]:
-    """Completions from their segments. Raises GenerationError as `parse_generation` does."""
+    """Join the segments of each completion. Raises GenerationError as `parse_generation` does."""
     bodies = {id(body): body for completion in completions for body, _ in completion.segments}
     parsed = {key: parse_generation(body) for key, body in bodies.items()}
     return [_join(completion, parsed) for completion in completions]
@@ -166,11 +166,11 @@ def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) ->
 
 
 def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
-    """Spans of equal versions as (version, start, end), end exclusive."""
+    """Split into spans of equal versions: (version, start, end), end exclusive."""
     if not len(versions):
         return []
     values = versions.tolist()
-    if values.count(values[0]) == len(values):  # nearly always
+    if values.count(values[0]) == len(values):  # the usual case
         return [(values[0], 0, len(values))]
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
@@ -219,7 +219,7 @@ class _Response(msgspec.Struct):
     model: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Response)  # half the time of dictionaries
+_decoder = msgspec.json.Decoder(_Response)  # takes half the time of a decoder to dictionaries
 
 
 def _parse_choice(choice: _Choice, version: int | None) -> Completion:

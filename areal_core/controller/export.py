@@ -1,4 +1,4 @@
-"""Exported models: the best version of a run as a model folder, and model cards."""
+"""Export the best version of a run as a model folder, and write model cards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _WEIGHTS = "model.safetensors"
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The one with the highest held-out accuracy, of several the first."""
+    """The evaluation with the highest held-out accuracy; the earliest version of equal ones."""
     return max(evaluations, key=lambda known: (known.accuracy, -known.version), default=None)
 
 
 def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> str:
-    """Put a version into the store as a model folder beside the final model, whose tokenizer and settings it shares;
-    an adapter is merged into the base model. Returns its URL. Raises StorageError, and LeaseLostError."""
+    """Store a version as a model folder, with the final model's tokenizer and settings.
+    An adapter is merged into the base model. Returns the folder's URL. Raises StorageError, and LeaseLostError."""
     lease.check(storage, run.info().number)
     final, best = storage.child("final"), storage.child("best")
     if not weights.is_whole(version):
@@ -48,7 +48,7 @@ def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> 
 
 
 def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None = None) -> str:
-    """Markdown, with the head that the Hub reads; of the final version, or of the `best` one."""
+    """Return a model card in Markdown, with the Hub's header, for the final version or for the `best` one."""
     base = config.model.path or "the embedded model, made by a supervised warm-up"
     its = summary
     scores = "Its versions were not scored."

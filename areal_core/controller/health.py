@@ -1,14 +1,14 @@
-"""Whether a run that goes on is well: alerts by the points that it records, raised and taken back.
+"""Alerts about the health of a run, raised and withdrawn from the metrics that it records.
 
-    train_inference_kl  trainer and servers differ in what the same weights mean
-    stale               too much of a batch is older than the bound, as rollout.batch_selection=admit lets it be
-    rewards             too many groups can't be scored, and are dropped
-    no_result           too many rollouts of a batch can't be scored, and are left out of it
-    stall               no version is new for long, although every process works, as where all groups are dropped
-    idle                nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
+    train_inference_kl  trainer and servers disagree on the same model weights
+    stale               too much of a batch exceeds the staleness bound, as rollout.batch_selection=admit permits
+    rewards             too many groups can't be scored and are dropped
+    no_result           too many rollouts of a batch have no result and leave the loss
+    stall               no new version for long, although every process works; for instance all groups are dropped
+    idle                nothing can be learnt: all completions truncated, all rewards equal, or all tokens masked
 
-What ends processes that hang is `areal_core.launch.heartbeat`; here nothing is ended. An alert is logged, stands in the
-status, and it is for the control plane to act on it.
+This module ends no process; `areal_core.launch.heartbeat` ends those that hang. An alert is logged and shown in the
+status, and the control plane acts on it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from areal_core.types import Alert
 
 logger = logging.getLogger(__name__)
 
-_STEPS = 10  # over which groups without rewards are counted
+_STEPS = 10  # number of steps over which unscored groups are counted
 _UNSCORED = ("rollout/reward_failed_groups", "rollout/reward_timeout_groups", "rollout/reward_worker_died_groups")
-_IDLE = {  # a share that is 1 where a step teaches nothing: what it means, and the fields to change
+_IDLE = {  # metrics that are 1 if a step teaches nothing: the cause, and the fields to change
     "completion/truncated": "all completions were cut off: raise task.max_new_tokens",
     "reward/zero_variance": "all rewards that are compared were equal: choose other prompts (task) or another verifier "
     "(environment.verifier)",
@@ -33,25 +33,25 @@ _IDLE = {  # a share that is 1 where a step teaches nothing: what it means, and 
 
 
 class Health:
-    """The alerts of one run of so many `steps`. `groups` are those of a batch. A run that is emulated `learns` nothing,
-    and raises no alert for that."""
+    """The alerts of one run with `steps` steps and `groups` groups a batch.
+    An emulated run does not learn (`learns` is False), and raises no idle alert."""
 
     def __init__(self, config: HealthConfig, *, groups: int, steps: int, learns: bool = True) -> None:
         self._config = config
         self._groups = groups
         self._steps = steps
         self._max_idle_steps = config.max_idle_steps if learns else None
-        self._idle = dict.fromkeys(_IDLE, 0)  # steps in a row in which the share was 1
+        self._idle = dict.fromkeys(_IDLE, 0)  # steps in a row with the value 1
         self._unscored: deque[float] = deque(maxlen=_STEPS + 1)  # since the start, by version
         self._alerts: dict[str, Alert] = {}  # by kind
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """What is wrong now, in the order in which it began."""
+        """The current alerts, in the order in which they began."""
         return tuple(self._alerts.values())
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
-        """Points of a step; those of all its keys need not come at once."""
+        """Judge metrics of a step. The keys of one check must come in one call; others may come later."""
         if (kl := values.get("policy/train_inference_kl")) is not None:
             said = f"policy/train_inference_kl is {kl:.3g} nats a token"
             self._judge("train_inference_kl", step, said, kl, "max_train_inference_kl")
@@ -81,7 +81,7 @@ class Health:
         self._tell("idle", step, said if why else None)
 
     def wait(self, step: int, seconds: float) -> None:
-        """So long there has been no version after that of `step`."""
+        """Judge the time in seconds since the version of `step` was published."""
         self._judge("stall", step, f"no step for {seconds:.0f} s", seconds, "max_step_s")
 
     def _judge(self, kind: str, step: int, said: str, value: float, field: str) -> None:
@@ -90,7 +90,7 @@ class Health:
         self._tell(kind, step, None if within else f"{said}, more than {bound:g} (health.{field})")
 
     def _tell(self, kind: str, step: int, text: str | None) -> None:
-        """Raise an alert, unless it stands already; without a text, take it back."""
+        """Raise an alert unless it is raised already. None as `text` withdraws it."""
         if text is None:
             if self._alerts.pop(kind, None):
                 logger.info("no longer: %s", kind)

@@ -1,10 +1,10 @@
-"""The payloads of a run's groups, in append-only files of the run's folder.
+"""Store the payloads of a run's groups in append-only files (segments) of the run's folder.
 
     payloads/000002-000007.bin     the 7th segment of the launcher with the fencing number 2
 
-A segment is written by one process, never again once it is sealed, and deleted as a whole: what happens to gigabytes of
-payloads costs the event loop nothing. All of it is done by one thread; payloads that come while it is busy are synced
-together.
+One process writes a segment, never changes it once it is sealed, and deletes it as a whole. One thread does all disk
+work, so that gigabytes of payloads never block the event loop. Payloads that arrive while the thread is busy share
+one sync.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from areal_core.types import BatchManifest, Int32Array
 
 T = TypeVar("T")
 
-_SEGMENT_BYTES = 64 * 2**20  # after which another one is begun
+_SEGMENT_BYTES = 64 * 2**20  # size at which the store begins a new segment
 
 
 class DamagedPayloadError(StorageError):
-    """A payload is not what was stored, or is gone."""
+    """A payload is missing, or differs from the stored one."""
 
 
 @dataclass(eq=False)
@@ -44,10 +44,10 @@ class _Append:
 
 
 class PayloadStore:
-    """The payloads of one run, for its controller's event loop. Raises StorageError for what the disk refuses."""
+    """The payloads of one run, for its controller's event loop. Raises StorageError for disk errors."""
 
     def __init__(self, folder: Path, number: int, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
-        """`number` is the launcher's fencing number: names are never used twice, on whatever machine."""
+        """`number` is the launcher's fencing number. It makes segment names unique, on all machines."""
         self._folder = folder
         self._number = number
         self._segment_bytes = segment_bytes
@@ -59,15 +59,15 @@ class PayloadStore:
         self._sealed = set(names)
         ours = [name for name in names if name.startswith(f"{number:06d}-")]
         self._count = int(ours[-1].partition("-")[2]) if ours else 0
-        self._open: int | None = None  # descriptor of the segment that is being written, named by `_count`
-        self._size = 0  # its bytes
+        self._open: int | None = None  # descriptor of the current segment, named by `_count`
+        self._size = 0  # bytes of the current segment
         self._waiting: deque[_Append] = deque()
-        self._appends: set[_Append] = set()  # whose place may be in no row yet
+        self._appends: set[_Append] = set()  # appends whose place may not be in the ledger yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="payloads")
 
     async def append(self, payload: bytes) -> Place:
-        """Store a payload; it outlives the machine once this returns. Its segment stays for a caller that records the
-        place before it awaits anything else."""
+        """Store a payload durably: it survives a power failure once this returns.
+        The caller must record the returned place before its next await, or `keep` may delete the segment."""
         append = _Append(payload)
         self._appends.add(append)
         self._waiting.append(append)
@@ -83,15 +83,15 @@ class PayloadStore:
             self._appends.discard(append)
 
     async def read(self, place: Place) -> bytes:
-        """A payload. Raises DamagedPayloadError."""
+        """Read a payload. Raises DamagedPayloadError."""
         return await asyncio.to_thread(read_payload, self._folder, place)
 
     async def seal(self) -> None:
-        """What has been appended lies in segments that change no more."""
+        """Seal the current segment, so that all payloads so far lie in segments that no longer change."""
         await self._do(self._seal)
 
     async def keep(self, names: Collection[str]) -> None:
-        """Delete all sealed segments but those named, and the last: no segment gets a name that was one before."""
+        """Delete all sealed segments except `names` and the last one, whose name must never be used again."""
         recent = {append.place.segment for append in self._appends if append.place is not None}
         doomed = self._sealed - set(names) - recent - {self._name}
         await self._do(lambda: self._delete(doomed))
@@ -100,14 +100,14 @@ class PayloadStore:
         return segment_file(self._folder, segment)
 
     def close(self) -> None:
-        """End the thread, once it has written what it was given."""
+        """Write the waiting payloads and end the thread."""
         self._thread.shutdown()
         self._seal()
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Write and sync all payloads that wait; those of later calls may be among them."""
+        """Write and sync all waiting payloads, including those of later calls."""
         batch: list[_Append] = []
         try:
             while self._waiting:
@@ -118,7 +118,7 @@ class PayloadStore:
         except OSError as error:
             for append in batch:
                 append.error = error
-            self._seal()  # what follows does not depend on what this has left
+            self._seal()  # continue in a new segment, whatever the failed write left in this one
 
     def _write(self, payload: bytes) -> Place:
         if self._open is not None and self._size >= self._segment_bytes:
@@ -158,7 +158,7 @@ class PayloadStore:
 
 
 def read_payload(folder: Path, place: Place) -> bytes:
-    """A payload of the run whose segments lie in `folder`. Raises DamagedPayloadError."""
+    """Read a payload from the segments in `folder`. Raises DamagedPayloadError."""
     file = segment_file(folder, place.segment)
     try:
         with file.open("rb") as segment:
@@ -171,14 +171,14 @@ def read_payload(folder: Path, place: Place) -> bytes:
 
 
 TABLE_GROUPS = 8
-_OF_EACH = 2  # trajectories of a group
+_OF_EACH = 2  # trajectories shown of each group
 
 
 def trajectory_table(
     manifest: BatchManifest, prompts: Sequence[str], folder: Path, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Rows of a table: trajectories of the oldest groups, whose prompts are `prompts`. `folder` holds the segments.
-    Raises OSError, and StorageError for a payload that is not what was stored."""
+    """Build table rows for trajectories of the oldest groups, whose prompts are `prompts`.
+    `folder` holds the segments. Raises OSError, and StorageError for a damaged payload."""
     rows: list[dict[str, Any]] = []
     for group, prompt in zip(manifest.groups, prompts, strict=False):
         payload = read_group_file(folder, group, range(min(_OF_EACH, len(group.lengths))))
@@ -198,5 +198,5 @@ def trajectory_table(
 
 
 def _spans(versions: Int32Array) -> str:
-    """Per-token versions for people: "3:0-40 4:40-77"; tokens of the environment are left out."""
+    """Format per-token versions for people: "3:0-40 4:40-77". Tokens of the environment are left out."""
     return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions) if version >= 0)

@@ -1,8 +1,8 @@
-"""The pool of generation servers as one engine: requests are routed to them, versions are loaded into all of them.
+"""The pool of generation servers: routes requests, and loads versions into all servers.
 
-The server registry (controller/registry.py) keeps the state of each server; the pool makes the calls that follow from
-it. A server that fails a phase of an update, loses a connection or answers with a 5xx status gets no more work: its
-requests fail, so that the rollout controller repeats them at other servers, and it has to join again. Without torch.
+The server registry (controller/registry.py) keeps the state of each server; the pool makes the calls. A server gets
+no more work if it fails an update, loses a connection or answers with a 5xx status. Then its requests fail, the
+rollout controller repeats them at other servers, and the server must join again. Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,64 +28,65 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
-_HAND_OVER_S = 10.0  # for the responses of a server that leaves to come in
+_HAND_OVER_S = 10.0  # limit for the responses of a server that leaves
 _ABORT_AGAIN_S = 1.0
-_LOAD_S = 10.0  # for a load that holds others up, at least
-_LOADS_ALONE = 2  # of a server that joins, before it holds up versions that come faster than it loads them
+_LOAD_S = 10.0  # least limit of a load that blocks the other servers
+_LOADS_ALONE = 2  # loads of a joining server without the lock, before it blocks further updates
 Newest = Callable[[], PolicyVersion | None]
 
 
 @dataclass(eq=False, kw_only=True)
 class GenerationPool:
-    """Several named servers as one: requests go to the one with the fewest completions in flight."""
+    """Several named servers as one engine.
+    A request goes to the server with the fewest completions in flight."""
 
     completions_per_server: int
     interruption: str = "recompute"  # what an update does to running completions (generation.client)
-    adapters: bool = False  # versions are adapters to the base model
-    patience_s: float = 120.0  # for an update, and for a server to join
-    timeline: Callable[[str], TimelineWriter] | None = None  # of a named server, for those that write none themselves
-    counters: ServerCounters = field(  # of what the servers have sampled
+    adapters: bool = False  # versions are LoRA adapters to the base model
+    patience_s: float = 120.0  # limit of an update, and of the wait for a server to join
+    timeline: Callable[[str], TimelineWriter] | None = None  # by server name, for servers that write no timeline
+    counters: ServerCounters = field(  # tokens that the servers have sampled
         default_factory=lambda: ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
     )
-    token: str | None = None  # what servers want every request to carry
+    token: str | None = None  # token that servers require in every request
 
     def __post_init__(self) -> None:
-        self.freed: Callable[[], None] = lambda: None  # is called when completions have ended
+        self.freed: Callable[[], None] = lambda: None  # called when completions have ended
         self.registry = ServerRegistry()
         self.registry.subscribe(self._on_transition)
         self._asleep = False
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
+        self._tasks: set[asyncio.Task[None]] = set()  # tasks that continue if their caller is cancelled
         self._open: dict[PendingCompletions, dict[str, Server]] = {}  # servers of open requests, by request id
-        self._given_up: set[PendingCompletions] = set()  # of these, the ones that are not continued
+        self._given_up: set[PendingCompletions] = set()  # open requests that were cancelled and are not continued
         self._plane = DataPlane()
-        self._ending = False  # what is aborted is not continued
+        self._ending = False  # the run ends: aborted completions are not continued
 
     @property
     def version(self) -> int:
-        """Lowest version loaded by any server that takes work; without any, the newest that was asked for."""
+        """Lowest version loaded by any server that takes requests; the target version if there is none."""
         return self.registry.version
 
     @property
     def room(self) -> int:
-        """Completions worth having in flight beside those that are sent: servers take no more at once."""
+        """How many more completions the servers can run at once."""
         return sum(max(0, self.completions_per_server - server.completions) for server in self.registry.at_work)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(self, pending: PendingCompletions) -> None:
-        """Finish pending completions: those of their request, or the rest of what an earlier call has
-        left, each by the server with the fewest completions in flight at the time. Waits for a server to join. Raises
-        GenerationError when none does, when a server refuses, and when one is lost or taken out meanwhile;
-        `pending` keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
-        first has servers end the requests: `pending` keeps what they have sampled."""
+        """Generate the unfinished completions of `pending` on the least loaded servers.
+
+        Waits for a server to join. Raises GenerationError if none joins, or if a server refuses, is lost or is taken
+        out; `pending` keeps the tokens received so far. After `abort_all` it leaves completions unfinished. If
+        cancelled, it first ends the requests at the servers, so that `pending` receives their tokens."""
         self._open[pending] = {}
         work = asyncio.ensure_future(self._finish(pending))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             ending = asyncio.ensure_future(self._give_up(pending, work))
-            while not ending.done():  # it is bounded: nothing may keep it from counting what was sampled
+            while not ending.done():  # bounded; a second cancel must not stop the count of sampled tokens
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([ending])
             ending.result()
@@ -94,20 +95,20 @@ class GenerationPool:
             del self._open[pending]
 
     async def abort_all(self) -> None:
-        """End all requests with the tokens that they have, for good."""
+        """End all requests for good; completions keep their tokens."""
         self._ending = True
-        async with self.registry.exclusive:  # between two phases of an update, it would let the server go on
+        async with self.registry.exclusive:  # an update would resume the server between two of its phases
             await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
 
     async def _finish(self, pending: PendingCompletions) -> None:
-        """What one completion meets does not concern the others, which are worth having: the first failure is raised
-        once all have ended."""
+        """Generate all unfinished completions, and raise the first failure once all have ended.
+        A failure of one completion does not stop the others."""
         if pending.begun:
             work = [asyncio.create_task(self._continue(pending, index)) for index in pending.unfinished()]
         else:
             work = self._begin(pending)
         try:
-            for one in work:  # those that are added meanwhile, too
+            for one in work:  # includes tasks added during the loop
                 await asyncio.wait([one])
             for one in work:
                 one.result()
@@ -117,8 +118,8 @@ class GenerationPool:
             await asyncio.gather(*work, return_exceptions=True)
 
     def _begin(self, pending: PendingCompletions) -> list[asyncio.Task[None]]:
-        """Request the completions, all of one server, which computes their prompt once, and the rest of those that are
-        interrupted, each at once: the work of which becomes more."""
+        """Request all completions from one server, which computes the prompt's KV cache once.
+        Returns the list of tasks. It grows by one task for each interrupted completion, which is continued at once."""
 
         def take(indices: tuple[int, ...], received: Received) -> None:
             pending.take(indices, received)
@@ -129,19 +130,20 @@ class GenerationPool:
         return work
 
     async def _give_up(self, pending: PendingCompletions, work: asyncio.Future[None]) -> None:
-        """End the requests of pending completions, which keep what servers hand over. Other servers are taken out."""
+        """Cancel the requests of `pending`, which keeps the returned tokens.
+        Takes out servers that do not respond."""
         self._given_up.add(pending)
         serving = self._open[pending]
         try:
             async with patience(_HAND_OVER_S):
                 while serving and not work.done():
                     await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
-                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
+                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # a request may arrive after the abort
         except TimeoutError:
             for request_id, server in list(serving.items()):
                 self.registry.apply(server, "fail", f"it did not hand {request_id} over in {_HAND_OVER_S:g} s")
         finally:
-            work.cancel()  # a request that waits for a server
+            work.cancel()  # of requests that still wait for a server
             await asyncio.gather(work, return_exceptions=True)
             self._given_up.discard(pending)
 
@@ -150,14 +152,14 @@ class GenerationPool:
 
         async def report(server: Server) -> ServerLoad:
             load = await server.client.load()
-            # Not later: one that is lost while others still answer owes what it has sampled since this.
+            # Report each server at once: if it is lost while others respond, its allowance starts from this report.
             self.counters.report(server.name, load.rollout_tokens, accounted)
             return load
 
         return [*(await self.registry.ask(servers, report)).values()]
 
     async def _continue(self, pending: PendingCompletions, index: int) -> None:
-        """Request the rest of a completion until it is finished: updates may interrupt it again and again."""
+        """Continue a completion until it is finished. Updates may interrupt it several times."""
         while index in pending.unfinished() and not self._ending and pending not in self._given_up:
             request = pending.continuation(index)
 
@@ -169,11 +171,11 @@ class GenerationPool:
     async def _send(
         self, pending: PendingCompletions, request: GenerationRequest, take: Take, *, resubmitted: bool = False
     ) -> None:
-        """Have a request served by the server with the fewest completions in flight; `take` gets them as they end.
-        `resubmitted`: it continues a completion that was interrupted."""
+        """Send a request to the least loaded server; `take` gets each completion as it ends.
+        `resubmitted` marks the continuation of an interrupted completion."""
         server, left = await self._least_loaded(), request.n
         pending.sent = True
-        unreadable: list[GenerationError] = []  # of a part: the others are taken all the same, and counted
+        unreadable: list[GenerationError] = []  # errors of single parts; the other parts are still taken and counted
 
         def taken(indices: tuple[int, ...], received: Received) -> None:
             nonlocal left
@@ -216,7 +218,7 @@ class GenerationPool:
         return min(self.registry.at_work, key=lambda server: server.completions)
 
     def _on_transition(self, server: Server, before: ServerState) -> None:
-        """When an incarnation of a server has come to its end, its requests fail and its client is closed."""
+        """When a server becomes LOST or ENDED, cancel its requests and close its client."""
         if server.gone and before not in (ServerState.LOST, ServerState.ENDED):
             for call in server.calls:
                 call.cancel()
@@ -228,13 +230,13 @@ class GenerationPool:
 
     @property
     def loading(self) -> set[int]:
-        """Versions that servers load, or will: none of them may be gone before they have it."""
+        """Versions that servers load or will load; their files must stay."""
         found = [self.registry.target, *(server.loading for server in self.registry.servers)]
         return {version.version for version in found if version is not None}
 
     async def load_version(self, version: PolicyVersion) -> None:
-        """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
-        is cancelled, so that no update is left half done."""
+        """Load a version into all servers concurrently; takes out those that fail.
+        The load continues if its caller is cancelled, so that no update stays half done."""
         self.registry.target = version
         load = self.registry.update(version, lambda server: server.client.load_version(version, self.interruption))
         await asyncio.shield(self._start(load))
@@ -242,12 +244,14 @@ class GenerationPool:
     # -- servers -----------------------------------------------------------------------------------------------
 
     async def join(self, name: str, url: str, newest: Newest, *, stager: str | None = None) -> None:
-        """Have a server load the newest version, looked up when its turn has come, and take work. It replaces another
-        one of the same name; one that is at work already stays. Raises ServerLostError when it can't load that version,
-        or another one of its name was announced meanwhile. Version 0 is not sent to a server that says it has it; where
-        there is a `stager`, it brings versions onto the server's machine.
+        """Make a server load the newest version and take requests.
+        It replaces another server of the same name.
 
-        It goes on when its caller is cancelled; a second call waits for the same join."""
+        `newest` is called when the server's turn has come. A server that is already at work stays. A server that
+        already holds version 0 does not load it again. `stager` is the URL of the process that fetches versions onto
+        the server's machine. Raises ServerLostError if the server can't load the version, or if another server of this
+        name registers meanwhile. The join continues if its caller is cancelled. A second call waits for the same
+        join."""
         joining = self._joining(name)
         task = next((task for server, task in joining if server.url == url), None)
         if task is None:
@@ -274,14 +278,14 @@ class GenerationPool:
             raise
 
     async def leave(self, name: str) -> None:
-        """Take a server out, if it is there. What it has sampled for its requests is kept; others continue them."""
+        """Take out a server, if there is one of this name. Other servers continue its completions."""
         for _, task in self._joining(name):
             task.cancel()
-        async with self.registry.exclusive:  # else what it sampled under new weights might be continued under old ones
+        async with self.registry.exclusive:  # else another server may continue them with older model weights
             await self._retire(name)
 
     async def sleep(self) -> None:
-        """Have all servers free their accelerators' memory, until `wake_up`; nothing may be running."""
+        """Make all servers free their accelerators' memory until `wake_up`. No request may be running."""
         async with self.registry.exclusive:
             if not self._asleep:
                 self._asleep = True
@@ -294,15 +298,16 @@ class GenerationPool:
                 await self.registry.ask(self.registry.at_work, lambda server: server.client.wake_up())
 
     async def check(self) -> None:
-        """Take out servers that do not answer."""
+        """Take out servers that do not respond."""
         await self.registry.ask(self.registry.at_work, lambda server: server.client.health())
 
     async def loads(self) -> list[ServerLoad]:
-        """The load of every server; those that do not answer are taken out."""
+        """The load of every server. Takes out servers that do not respond."""
         return await self._reported(self.registry.at_work)
 
     async def close(self) -> None:
-        """Close the clients of all servers; these go on, and count tokens for the next controller."""
+        """Close the clients of all servers.
+        The servers keep running, and count tokens for the next controller."""
         self._closed = True
         for server in self.registry.servers:
             if server.joining is not None:
@@ -313,14 +318,16 @@ class GenerationPool:
         await self._plane.close()
 
     def _joining(self, name: str) -> list[tuple[Server, asyncio.Task[None]]]:
-        """Servers of a name that do not serve yet, and the tasks that have them join."""
+        """Servers of a name that do not serve yet, and their join tasks."""
         servers = [server for server in self.registry.servers if server.name == name]
         return [(one, one.joining) for one in servers if one.joining is not None and not one.joining.done()]
 
     async def _join(self, server: Server, newest: Newest) -> None:
-        """`exclusive` is not held while a server loads weights, so that one that is slow, or hangs, holds up no update
-        of the others. A version that they have got meanwhile it loads next. One that does not catch up so loads once
-        more with `exclusive` held, for about as long as it has taken before."""
+        """Load the newest version into a server and put it to work.
+
+        The server loads without `exclusive`, so that a slow or hanging server does not block updates of the others. If
+        a newer version appeared meanwhile, it loads again. After _LOADS_ALONE loads it holds `exclusive` for one more
+        load, which may take as long as the loads before, and at least _LOAD_S seconds."""
         registry = self.registry
         async with registry.exclusive:
             known = next((one for one in registry.at_work if one.name == server.name), None)
@@ -329,10 +336,10 @@ class GenerationPool:
             await self._retire(server.name)
             registry.apply(server, "join")
         await server.client.identify()
-        if await server.client.is_sleeping():  # put to sleep by a controller that is gone
+        if await server.client.is_sleeping():  # an earlier controller put the server to sleep
             await server.client.wake_up()
         load = await server.client.load()
-        if load.running or load.waiting:  # for a controller that is gone, whose machine could not say so
+        if load.running or load.waiting:  # requests of an earlier controller that died
             await server.client.abort_all()
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -356,28 +363,29 @@ class GenerationPool:
         self.registry.apply(server, "serve")
 
     def _joined(self, server: Server, task: asyncio.Task[None]) -> None:
-        """The end of `_join`: a server that does not serve by now is lost, or has ended."""
+        """Handle the end of `_join`: a server that does not serve yet is lost or has ended."""
         error = None if task.cancelled() else task.exception()
         if server.state in (ServerState.ANNOUNCED, ServerState.JOINING):
             event = "fail" if isinstance(error, ServerLostError) else "end"
             self.registry.apply(server, event, str(error or "taken out, or at work already"))
 
     async def _is_unchanged(self, server: Server) -> bool:
-        """Whether the process at a server's URL is still the one that joined: another may have been started there."""
+        """Whether the process at a server's URL is still the one that joined."""
         try:
             return server.loaded is not None and await server.client.loaded_version() == server.loaded.version
         except GenerationError:
             return False
 
     async def _load_target(self, server: Server, newest: Newest) -> int:
-        """Load the target version into a server that joins. Version 0, the base model that it was started with, is not
-        sent to it. Returns the tokens that it has counted for the rollout."""
+        """Load the target version into a joining server.
+        Returns the rollout tokens that the server has counted. Version 0, the base model, is not loaded again into a
+        server that was started with it."""
         target = self.registry.target = newest() or self.registry.target
         if target is not None and server.loaded != target:
             server.loading = target
             try:
                 if target.version == 0 and await server.client.loaded_version() == 0:
-                    await server.client.resume()  # it may have left, or lost its controller, while it was paused
+                    await server.client.resume()  # it may be paused since it left or lost its controller
                 else:
                     await server.client.load_version(target, self.interruption)
                 server.loaded = target
@@ -386,7 +394,7 @@ class GenerationPool:
         return (await server.client.load()).rollout_tokens
 
     async def _retire(self, name: str) -> None:
-        """Have the servers of a name hand over their requests and end; a lost one just ends."""
+        """Make the servers of a name hand over their completions, then end them; a lost one just ends."""
         for server in self.registry.servers:
             if server.name == name and server.state in (ServerState.SERVING, ServerState.LEAVING):
                 await self._hand_over(server)
@@ -400,7 +408,7 @@ class GenerationPool:
             async with patience(_HAND_OVER_S):
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
-                    await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
+                    await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # a request may arrive after the abort
                 await self._reported([server])
         except (GenerationError, TimeoutError) as error:
             reason = str(error) or f"no response in {_HAND_OVER_S:g} s"

@@ -1,7 +1,7 @@
-"""The record of a run: its metrics, its status and the summary at its end. It decides nothing but when to stop.
+"""Record a run: its metrics, its status and its final summary.
 
-Everything that must survive a restart of the controller lies in the run's notes, beside the ledger's groups. Metric
-rows go to the outbox and from there to MLflow. `docs/metrics.md` defines every key.
+The run's notes, beside the ledger's groups, hold everything that must survive a restart of the controller. Metric rows
+go to the outbox and from there to MLflow. `docs/metrics.md` defines every key. The recorder decides only when to stop.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow,
 
 logger = logging.getLogger(__name__)
 
-BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # of the groups of a step's batch
+BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # a function of the groups of a step's batch
 
 
 def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Curves of a batch that each task of a mixture also has by itself."""
+    """Metrics of a batch that each task of a mixture also has by itself."""
     judged = sum(group.judged for group in groups)
     return {
         "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None) / judged,
@@ -42,13 +42,13 @@ def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _length_shares(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """The share of a batch's rollouts by their trained tokens, in the steps in which the ledger counts those cut."""
+    """Share of a batch's rollouts by trained length, in the same length bins as the ledger's cut rollouts."""
     counts = Counter(length_step(length) for group in groups for length in group.trained_lengths)
     return {f"length/{step}": count / counts.total() for step, count in counts.items()}
 
 
 class Recorder:
-    """The record of one run. Belongs to the controller's event loop; `clock` is monotonic seconds."""
+    """The record of one run. Belongs to the controller's event loop. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Recorder:
         self._outbox = outbox
         self._clock = clock
         self._started: float | None = None
-        self._started_at, self._cpu_s = 0.0, 0.0  # Unix time of that, and CPU seconds of this process by then
+        self._started_at, self._cpu_s = 0.0, 0.0  # Unix time and this process's CPU seconds when the clock started
         self._notes = ledger.notes
         self._elapsed_before = self._notes.elapsed_s
         self.evaluations = self._notes.evaluations()
@@ -71,7 +71,7 @@ class Recorder:
         self._batch_metrics: BatchMetrics | None = None
         if config.tracking.batch_metrics is not None:
             self._batch_metrics = find("tracking.batch_metrics", config.tracking.batch_metrics, {})
-        self._live: dict[str, float] = {}  # newest value of the keys that the status shows
+        self._live: dict[str, float] = {}  # newest values of the keys that the status shows
         self._health = Health(
             config.health, groups=config.groups_per_batch, steps=config.training.steps, learns=not config.emulated
         )
@@ -79,8 +79,8 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------------------
 
     def start_clock(self) -> None:
-        """RL wall time runs from the first server that takes work on; a second call changes nothing. Scores that came
-        earlier are logged now."""
+        """Start RL wall time, when the first server takes requests.
+        Later calls have no effect. Logs the scores that came before the first start."""
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()
@@ -91,13 +91,13 @@ class Recorder:
 
     @property
     def elapsed_s(self) -> float:
-        """RL wall time, over all restarts."""
+        """RL wall time in seconds, over all restarts."""
         return self._elapsed_before + (0.0 if self._started is None else self._clock() - self._started)
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def batch_fixed(self, manifest: BatchManifest) -> None:
-        """Record the metrics of a step's batch, once its groups are chosen."""
+        """Record the metrics of a batch when it is fixed."""
         step = manifest.step
         groups = self._ledger.summaries(step)
         rollouts = sum(len(group.rewards) for group in groups)
@@ -134,7 +134,7 @@ class Recorder:
                 self.log(step, self._own_metrics(self._batch_metrics, groups))
 
     def _own_metrics(self, function: BatchMetrics, groups: Sequence[GroupSummary]) -> dict[str, float]:
-        """What a function of the user's says of a batch. Raises TrackingError where it fails."""
+        """Call the user's batch metrics function. Raises TrackingError if it fails."""
         try:
             return dict(function(groups))
         except Exception as error:
@@ -142,19 +142,19 @@ class Recorder:
             raise TrackingError(f"tracking.batch_metrics: {name} must return numbers by name: {error!r}") from error
 
     def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
-        """The share of a batch's groups whose rewards are all equal. With advantages over the batch 1 where all of its
-        rewards are equal, else 0."""
+        """Share of a batch's groups whose rewards are all equal.
+        With advantages over the whole batch: 1 if all rewards of the batch are equal, else 0."""
         rewards = [group.compared for group in groups]
         if self._config.algorithm.advantage.startswith("batch"):
             rewards = [set[float]().union(*rewards)]
         return sum(len(each) == 1 for each in rewards) / len(rewards)
 
     def tabled(self, step: int) -> bool:
-        """Whether people get to see texts and pictures of a step."""
+        """Whether texts and histograms of a step are recorded."""
         return step == 1 or step % self._config.tracking.table_every == 0
 
     def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
-        """Record a finished step: throughput and bubbles since the step before, and the token ledger."""
+        """Record a finished step: throughput and bubbles since the previous step, and the token ledger."""
         now = self.elapsed_s
         step_s = max(now - (self._notes.published_s(step - 1) or 0.0), 1e-9)
         tokens = self._ledger.tokens()
@@ -172,7 +172,7 @@ class Recorder:
             "ledger/buffered_tokens": tokens.buffered,
             "ledger/in_flight_tokens": max(
                 0, tokens.generated - tokens.accounted
-            ),  # nothing is cut short before the end
+            ),  # groups in flight end only with the run
             "rollout/servers": len(loads),
             "rollout/dropped_groups": sum(dropped.values()),
             "rollout/zero_variance_groups": dropped.get("zero_variance", 0),
@@ -183,14 +183,15 @@ class Recorder:
             },
         }
         self.log(step, values | self._server_rates(now, list(loads)))
-        self._notes.publish(step, now)  # last: a step in it is recorded whole
+        self._notes.publish(step, now)  # last, so that a step in the notes is recorded completely
 
     def has_published(self, step: int) -> bool:
-        """Whether `published` was completed for a step; if the controller died before, it is called again."""
+        """Whether `published` was completed for a step.
+        If the controller died before, `published` is called again."""
         return self._folded(step) or self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Record a version's held-out score, unless it has one."""
+        """Record a version's held-out score, unless it already has one."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
         if self._notes.starts:
@@ -199,8 +200,8 @@ class Recorder:
         self.evaluations.append(evaluation)
 
     def _log_scores(self, evaluation: Evaluation) -> None:
-        """Points that carry the version's time of publication, whenever it was scored. That of version 0 is the first
-        start of the clock; its score waits for that."""
+        """Log scores at the version's time of publication, not of evaluation.
+        Version 0 counts as published at the first start of the clock, and its score is logged then."""
         published_s = 0.0 if evaluation.version == 0 else self._notes.published_s(evaluation.version)
         ago_s = 0.0 if published_s is None else self.elapsed_s - published_s
         self.log(
@@ -216,12 +217,12 @@ class Recorder:
         )
 
     def forget(self, version: int) -> None:
-        """Drop what was recorded of `version` and later ones: recovery has replaced their weights."""
+        """Delete the scores and notes of `version` and later ones, which recovery has replaced."""
         self.evaluations = [known for known in self.evaluations if known.version < version]
         self._notes.forget(version)
 
     def log(self, step: int, values: dict[str, float], *, ago_s: float = 0.0) -> None:
-        """Metric rows of one step, time-stamped `ago_s` before now."""
+        """Log metrics of one step, time-stamped `ago_s` seconds before now."""
         self.log_rows(points(step, values, ago_s=ago_s))
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
@@ -237,7 +238,7 @@ class Recorder:
 
     @contextmanager
     def _tracking(self) -> Generator[None]:
-        """An outbox that can't be written to costs points of curves, never the training."""
+        """Log tracking errors as warnings: a broken outbox may lose metrics, never stop the training."""
         try:
             yield
         except (TrackingError, sqlite3.Error) as error:
@@ -246,7 +247,7 @@ class Recorder:
     # -- results -----------------------------------------------------------------------------------------------
 
     def reason_to_stop(self) -> str | None:
-        """ "score" or "minutes" once `stop` says that the run has done enough."""
+        """Return "score" or "minutes" once the run has reached a bound of `stop`, else None."""
         stop = self._config.stop
         if stop.score is not None and any(known.accuracy >= stop.score for known in self.evaluations):
             return "score"
@@ -258,7 +259,7 @@ class Recorder:
         steps = self._config.training.steps
         step = self._ledger.versions.last()
         step_s = self._live.get("time/step_s")
-        if finished is None:  # nothing is recorded while a run stands still: whoever looks finds out
+        if finished is None:  # a stalled run records nothing, so each status request checks
             self._health.wait(step, self.elapsed_s - (self._notes.published_s(step) or 0.0))
         return RunStatus(
             step=step,
@@ -280,8 +281,9 @@ class Recorder:
         )
 
     def summary(self, *, run_id: str, ending: Ending, spans: Sequence[Span] = ()) -> RunSummary:
-        """How the run ended; the base and the last version must have been scored, if versions are. Its timeline tells
-        what bounded it since this process got to work, where that has published two versions."""
+        """Build the summary of the ended run.
+        Requires scores of the base and the last version, if versions are evaluated. The bottleneck report covers the
+        time since this process started its clock, if it published two versions."""
         cpu_s = time.process_time() - self._cpu_s
         explained = explain(
             self._config, spans, self._outbox.history(), start_s=self._started_at, controller_cpu_s=cpu_s
@@ -323,8 +325,8 @@ class Recorder:
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
-        """Record the tokens that a step trained on, by staleness: a histogram now and then, and the whole run's sum."""
-        if not self._folded(step):  # else this message is a late copy
+        """Record a step's trained tokens by staleness: a histogram in some steps, and the run's total."""
+        if not self._folded(step):  # else a late copy of the message
             self._notes.add_staleness(step, counts)
         if self.tabled(step):
             self.document("staleness_histogram", step, {"counts": counts})
@@ -333,11 +335,11 @@ class Recorder:
         return step < self._ledger.payloads.forgotten
 
     def _rate(self, tokens: int, wall_s: float) -> float:
-        """Tokens a second; of the emulated cluster, where there is one."""
+        """Tokens a second, scaled to the emulated cluster if there is one."""
         return self._config.token_rate * tokens / wall_s if wall_s else 0.0
 
     def _server_rates(self, now: float, loads: list[ServerLoad]) -> dict[str, float]:
-        """Rates between two looks at the same servers; none where a server joined or left in between."""
+        """Server rates since the last call; empty if a server joined or left in between."""
         last, self._last_load = self._last_load, (now, loads)
         if last is None or len(last[1]) != len(loads) or not loads:
             return {}

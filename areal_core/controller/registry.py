@@ -1,4 +1,4 @@
-"""Server registry: the life of every generation server, one state machine in one place.
+"""The server registry: one state machine for all generation servers.
 
                  announce            join            serve             update
     (a process) ---------> ANNOUNCED ----> JOINING --------> SERVING --------> UPDATING
@@ -13,20 +13,21 @@
                                                          v      v
          from every state ----------- end -----------> ENDED
 
-    event     cause                                                     who applies it
+    event     cause                                                     applied by
     announce  a process is registered; a LOST one of its name ends      launcher, or by hand: POST /servers
-    join      its predecessor has handed over; it loads weights         GenerationPool.join
-    serve     it has the newest version                                 GenerationPool.join
+    join      its predecessor has handed over; it loads model weights   GenerationPool.join
+    serve     it has loaded the newest version                          GenerationPool.join
     update    it begins to load a version                               GenerationPool.load_version
-    load      it has loaded it                                          ServerRegistry.update
-    leave     it gets no more work, and hands over what it has          DELETE /servers/{name}, or its successor
-    fail      a request, a phase, a health check, a deadline            whoever called it
+    load      it has loaded the version                                 ServerRegistry.update
+    leave     it gets no more work, and hands over its completions      DELETE /servers/{name}, or its successor
+    fail      a request, a phase, a health check, a deadline            the caller that met the failure
     end       it left, was refused or replaced, or the controller ends  GenerationPool
 
-SERVING and UPDATING are *at work*: they take requests, and their recorded version counts. It is the one that a SERVING
-server samples with; an UPDATING one keeps the old one until it has loaded the new one. LOST servers are reported in
-`GET /status`, so that their launcher kills them; what it starts in their place is announced as the next *incarnation*
-of the name. Every transition happens between two awaits of one event loop; nothing here knows a server's routes.
+SERVING and UPDATING servers are *at work*: they take requests, and their recorded version counts. A SERVING server
+samples with its recorded version. An UPDATING one keeps the old version until it has loaded the new one. `GET /status`
+reports LOST servers, so that their launcher kills and replaces them. A replacement is announced as the next
+*incarnation* of the name. Every transition happens between two awaits of one event loop. The registry knows no routes
+of servers.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ _LEADS: Mapping[Event, Mapping[ServerState, ServerState]] = {
     "leave": {ServerState.SERVING: ServerState.LEAVING},
     "fail": {
         **dict.fromkeys((ServerState.JOINING, *_AT_WORK), ServerState.LOST),
-        ServerState.LEAVING: ServerState.ENDED,  # nobody needs it again
-        **{state: state for state in _GONE},  # another of its requests has noticed
+        ServerState.LEAVING: ServerState.ENDED,  # the server is already leaving, so nobody replaces it
+        **{state: state for state in _GONE},  # another of the server's requests failed before
     },
     "end": {state: ServerState.ENDED for state in ServerState if state is not ServerState.ENDED},
 }
@@ -82,9 +83,9 @@ class Server:
     name: str
     client: GenerationClient
     state: ServerState = ServerState.ANNOUNCED
-    loading: PolicyVersion | None = None  # as it joins
+    loading: PolicyVersion | None = None  # while the server joins
     loaded: PolicyVersion | None = None
-    joining: asyncio.Task[None] | None = None  # the task that has it join
+    joining: asyncio.Task[None] | None = None  # the task of GenerationPool._join
     completions: int = 0  # in flight
     calls: set[asyncio.Future[None]] = field(default_factory=set[asyncio.Future[None]])
 
@@ -102,44 +103,47 @@ class Server:
 
 
 class ServerRegistry:
-    """The servers of one controller that have not ended. `exclusive` is held while several of them change, or the
-    weights that they sample with: one update, one sleep, one hand-over at a time."""
+    """The servers of one controller that have not ended.
+
+    Hold `exclusive` to change several servers or their model weights. It admits one update, sleep or hand-over at a
+    time.
+    """
 
     def __init__(self) -> None:
         self.exclusive = asyncio.Lock()
-        self.target: PolicyVersion | None = None  # the newest version that was asked for
-        self._servers: list[Server] = []  # in the order of their registration
+        self.target: PolicyVersion | None = None  # the newest version that the pool was asked to load
+        self._servers: list[Server] = []  # in order of registration
         self._subscribers: list[Callable[[Server, ServerState], None]] = []
         self._changed = asyncio.Event()
 
     def subscribe(self, subscriber: Callable[[Server, ServerState], None]) -> None:
-        """Have `subscriber(server, state before)` called after every transition. Every incarnation stops being
-        `at_work`, or becomes `gone`, at most once."""
+        """Call `subscriber(server, previous_state)` after every transition.
+        An incarnation stops being `at_work`, or becomes `gone`, at most once."""
         self._subscribers.append(subscriber)
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Those that have not ended."""
+        """The servers that have not ended."""
         return tuple(self._servers)
 
     @property
     def at_work(self) -> tuple[Server, ...]:
-        """Those that take requests."""
+        """The servers that take requests."""
         return tuple(server for server in self._servers if server.at_work)
 
     @property
     def version(self) -> int:
-        """Lowest version loaded by any server at work, i of Eq. 3; without any, the newest that was asked for."""
+        """Lowest version loaded by any server at work, i of Eq. 3; the target version if no server is at work."""
         loaded = [server.loaded.version for server in self._servers if server.at_work and server.loaded is not None]
         return min(loaded, default=0 if self.target is None else self.target.version)
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """URLs of servers that failed and have no successor yet: starting them again may help."""
+        """URLs of failed servers without a successor, which the launcher may start again."""
         return tuple(server.url for server in self._servers if server.state is ServerState.LOST)
 
     def announce(self, name: str, client: GenerationClient) -> Server:
-        """Register a server as the next incarnation of its name."""
+        """Register a server as the next incarnation of its name. A LOST one of this name ends."""
         for before in self.servers:
             if before.name == name and before.state is ServerState.LOST:
                 self.apply(before, "end", "another one takes its place")
@@ -149,7 +153,7 @@ class ServerRegistry:
         return server
 
     def apply(self, server: Server, event: Event, reason: str = "", *, version: PolicyVersion | None = None) -> None:
-        """One transition; `version` is what a server has loaded. Raises RuntimeError for one that the picture lacks."""
+        """Apply one transition; "load" sets the server's version. Raises RuntimeError if the picture lacks it."""
         before, after = server.state, _LEADS[event].get(server.state)
         if after is None:
             raise RuntimeError(f"generation server {server.name} is {before.value}: no {event!r} leads on from there")
@@ -166,14 +170,15 @@ class ServerRegistry:
         self._tell(server, before)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for transitions to make a condition true."""
+        """Wait until a condition is true, checking it after every transition."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
 
     async def ask(self, servers: Iterable[Server], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
-        """Call servers at the same time. Returns the results of those that succeeded, in order; the others, also those
-        that refused, have failed."""
+        """Call several servers concurrently.
+        Returns the results of successful calls, in order. The state of servers whose call raises GenerationError
+        becomes LOST or ENDED."""
         servers = list(servers)
         outcomes = await asyncio.gather(*map(call, servers), return_exceptions=True)
         results: dict[Server, T] = {}
@@ -187,12 +192,12 @@ class ServerRegistry:
         return results
 
     async def update(self, version: PolicyVersion, call: Callable[[Server], Awaitable[None]]) -> None:
-        """Have the servers at work that lack a version load it by `call`, at the same time, with `exclusive` held.
+        """Load a version into all servers at work that lack it, concurrently, while holding `exclusive`.
 
-        Servers that fail are taken out. So are those still loading when the update is broken off: they may have half
-        of the version."""
+        Servers that fail are taken out. A cancelled update also takes out servers that are still loading, because they
+        may hold half of the version."""
         async with self.exclusive:
-            if self.target != version:  # a server has joined with a newer one, which is loaded next
+            if self.target != version:  # a server has joined with a newer version, which is loaded next
                 return
             members = [server for server in self.at_work if server.loaded != version]
             for server in members:
@@ -200,7 +205,7 @@ class ServerRegistry:
 
             async def load(server: Server) -> None:
                 await call(server)
-                if server.state is ServerState.UPDATING:  # else it has failed meanwhile
+                if server.state is ServerState.UPDATING:  # else the server has failed meanwhile
                     self.apply(server, "load", version=version)
 
             try:

@@ -1,10 +1,10 @@
-"""What a controller starts from: a ledger that belongs to the newest checkpoint, and versions that servers can load.
+"""Restore a ledger that fits the newest checkpoint, and versions that servers can load.
 
-The ledger in the run's folder belongs to the run as long as it has published what the newest checkpoint in the store
-holds, and has the batches from there on. It does not where the folder is older than the store: its disk has lost power,
-or was put back, or the run has gone on elsewhere meanwhile; or where newer checkpoints turned out to be damaged. Then
-the ledger that was saved beside that checkpoint is taken, and the other one kept beside it. A damaged ledger belongs to
-nothing; before the first checkpoint the run begins anew without it.
+The ledger in the run's folder fits if it has published the version of the newest checkpoint in the store, and holds
+the later batches. It does not fit if the folder is older than the store: the disk lost power or was restored, or the
+run continued elsewhere. It also does not fit if newer checkpoints turned out to be damaged. Then the ledger saved with
+the checkpoint replaces it, and the old ledger is kept beside it. A damaged ledger never fits. Before the first
+checkpoint, a run with a damaged ledger begins anew.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
-_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # what says nothing of the ledger itself
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # transient errors, unrelated to the ledger's content
 
 
 def restore(run: RunDir, storage: Storage) -> int | None:
-    """Where this run has no ledger in its folder, or one that does not belong to the newest checkpoint, take that one's
-    and its policy version. Returns that version; None where there was nothing to take. A damaged ledger is set aside
-    even so.
+    """Restore ledger and version from the newest checkpoint, unless the ledger in the run's folder fits.
 
-    Raises StorageError when no checkpoint is whole and the ledger belongs to none."""
+    Returns the restored version, or None if nothing was restored. Sets a damaged ledger aside in either case.
+    Raises StorageError if no checkpoint is complete and the ledger fits none."""
     newest = checkpoint.newest(storage)
     if _belongs(run, newest):
         return None
@@ -67,12 +66,12 @@ def restore(run: RunDir, storage: Storage) -> int | None:
         tensors = {name: to_bfloat16(array) for name, array in tensors.items()}
     version = weights.publish(run.weights, info.step, tensors, lora=training.lora.adapter)
     with closing(TrajectoryLedger(files[info.ledger], group_size=run.config().algorithm.group_size)) as ledger:
-        ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
+        ledger.rewind(version.version)  # the copy was made after the trainer's state and may know later versions
         ledger.publish(version)
     if run.ledger.exists():
         kept = _set_aside(run)
         logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
-    for suffix in ("-wal", "-shm"):  # of another ledger: SQLite would take them for this one's
+    for suffix in ("-wal", "-shm"):  # SQLite would apply these files of the other ledger to the new one
         run.ledger.with_name(run.ledger.name + suffix).unlink(missing_ok=True)
     durable.replace(files[info.ledger], run.ledger)
     shutil.rmtree(run.root / "restored")
@@ -81,9 +80,8 @@ def restore(run: RunDir, storage: Storage) -> int | None:
 
 
 def forget_damaged(ledger: TrajectoryLedger) -> None:
-    """Mark the versions whose weights are not what was published, which no server could load: a loss of power may have
-    torn any of those that are here. The newest have to be here as well; the trainer makes them again, from its
-    checkpoint."""
+    """Mark versions as damaged if their files differ from the published ones.
+    Also marks missing versions newer than the newest complete one. The trainer makes them again from its checkpoint."""
     known = ledger.versions.loadable()
     here = [version for version in known if Path(version.path).exists()]
     with ThreadPoolExecutor() as readers:
@@ -98,8 +96,8 @@ def forget_damaged(ledger: TrajectoryLedger) -> None:
 
 
 def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
-    """Whether the ledger in the run's folder is there, and the run can go on from this checkpoint with it, or from its
-    beginning."""
+    """Whether the folder has an undamaged ledger with which the run can continue from `newest`.
+    Without a checkpoint, whether it can continue from the beginning."""
     if not run.ledger.exists():
         return False
     try:
@@ -110,7 +108,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
             if newest is None:
                 return True
             if ledger.payloads.forgotten > newest.step:
-                return False  # the batches from there on can't be trained on again
+                return False  # it lacks the payloads of the next batches to train on
             return ledger.versions.digest(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF in _PASSING:
@@ -120,7 +118,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
 
 
 def _set_aside(run: RunDir) -> Path:
-    """Rename the ledger, with the files that SQLite keeps beside it."""
+    """Rename the ledger and SQLite's files beside it. Returns its new path."""
     number = next(number for number in itertools.count(1) if not (run.root / f"ledger-{number}.sqlite").exists())
     for suffix in ("", "-wal", "-shm"):
         file = run.ledger.with_name(run.ledger.name + suffix)

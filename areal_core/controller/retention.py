@@ -1,4 +1,4 @@
-"""Which version is scored next, and which weights, checkpoints, payloads and evaluation pages may go."""
+"""Choose versions to evaluate; delete obsolete versions, checkpoints, payloads, evaluation pages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from areal_core.types import PolicyVersion
 
 
 class EvaluationSchedule:
-    """Every `evaluation.every`-th version of a run is due, the base and the last one always; none where versions are
-    not scored, and none before the end where that has to wait for it."""
+    """Selects versions to evaluate: every `evaluation.every`-th, and always the base and the last one.
+
+    Selects none if the run does not evaluate, and none before the end if evaluation must wait for the end.
+    """
 
     def __init__(self, config: RunConfig, ledger: TrajectoryLedger, recorder: Recorder) -> None:
         self._config = config
@@ -30,8 +32,8 @@ class EvaluationSchedule:
         self._recorder = recorder
 
     def next(self) -> PolicyVersion | None:
-        """The oldest version that is due and not scored; once the run has ended only the base and the last count,
-        unless none could be scored before."""
+        """Return the oldest version that is due and has no score; None if there is none.
+        Once the run has ended, only the base and the last version are due, unless all evaluation happens at the end."""
         newest, ending = self._ledger.versions.newest(), self._ledger.notes.ending
         late = self._config.scores_at_the_end
         if not self._config.evaluated or newest is None or (late and ending is None):
@@ -42,13 +44,13 @@ class EvaluationSchedule:
             due.add(ending.version)
         for number in sorted(due):
             version = None if number in scored else self._ledger.versions.get(number)
-            # Weights that another machine kept to itself are gone; no score of them will ever come.
+            # The files of some versions existed only on a lost machine; these versions can't be evaluated.
             if version is not None and Path(version.path).exists():
                 return version
         return None
 
     def awaited(self, newest: int) -> set[int]:
-        """Versions up to `newest` whose weights are still needed: those that are due and not scored, and the best."""
+        """Versions up to `newest` that must be kept: due ones without a score, and the best one."""
         due = range(0, newest + 1, self._config.evaluation.every) if self._config.evaluated else ()
         best = best_of(self._recorder.evaluations)
         return set(due) - self._scored() | ({best.version} if best else set())
@@ -58,12 +60,12 @@ class EvaluationSchedule:
 
 
 logger = logging.getLogger(__name__)
-_VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
+_VERSIONS_KEPT = 8  # at most, of the newest: servers may stage one, and the trainer compares engines on old ones
 
 
 @dataclass(eq=False)
 class Retention:
-    """Of one run's controller."""
+    """Deletes obsolete data of one run, for its controller."""
 
     config: RunConfig
     number: int
@@ -74,20 +76,20 @@ class Retention:
     storage: Storage
     payloads: PayloadStore
     snapshots: Snapshots
-    pages: Path  # the folder of evaluations
-    loading: Callable[[], Collection[int]]  # versions that servers load
+    pages: Path  # folder of evaluation pages
+    loading: Callable[[], Collection[int]]  # versions that servers are loading
     _pruning: asyncio.Task[None] | None = field(default=None, init=False)
 
     def released(self) -> list[int]:
-        """Versions whose folders are no longer needed: by no server that loads, nor the evaluator, nor a restart."""
+        """Versions whose folders can be deleted: no loading server, evaluation or restart needs them."""
         newest = self.ledger.versions.newest()
         kept = min(self.config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept
-        needed = {*self.schedule.awaited(last), *self.loading()}  # a server may take longer than many steps
+        needed = {*self.schedule.awaited(last), *self.loading()}  # a load may take longer than many steps
         return [version for version in range(1, last + 1) if version not in needed]
 
     async def scored(self) -> None:
-        """A version was scored: older pages are deleted, with the records and the table beside them."""
+        """Delete old evaluation pages, with their records and tables, after a version was evaluated."""
         scored = sorted(self.recorder.evaluations, key=lambda known: known.version)
         best, keep = best_of(scored), self.config.evaluation.keep_pages
         if best is None or keep is None:
@@ -99,13 +101,13 @@ class Retention:
             logger.warning("can't delete old evaluation pages: %s; will retry", error)
 
     def committed(self) -> None:
-        """A checkpoint is complete: older ones are deleted, and the payloads of steps that no run will be replayed
-        from. It takes its time, in the background, and what fails is done with the next one."""
+        """Delete older checkpoints, and the payloads that no replay needs, after a checkpoint is complete.
+        Runs in the background. The next call retries failed deletions."""
         if self._pruning is None or self._pruning.done():
             self._pruning = asyncio.ensure_future(self._pruned())
 
     async def settled(self) -> None:
-        """Wait until that is done."""
+        """Wait until the background deletion has finished."""
         if self._pruning is not None:
             await asyncio.wait([self._pruning])
 

@@ -1,4 +1,4 @@
-"""The controller's routes; docs/routes.md lists them. Bodies are JSON, refusals a line of text."""
+"""The controller's routes (listed in docs/routes.md). Bodies are JSON; errors are one line of text."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct):
-    """A generation server that is to join; within `timeout_s`, None: however long it takes. `stager` is the URL of what
-    brings versions onto its machine, where that is not the controller's."""
+    """Request for a generation server to join within `timeout_s` seconds; None: no limit.
+
+    `stager` is the URL of the process that fetches versions onto its machine; None on the controller's machine.
+    """
 
     name: str
     url: str
@@ -38,13 +40,13 @@ class Join(msgspec.Struct):
 
 
 class Metrics(msgspec.Struct):
-    """Points of curves: key, step, value, and when, in seconds since the epoch."""
+    """Metric points: key, step, value, and time in seconds since the epoch."""
 
     rows: list[tuple[str, int, float, float]]
 
 
 class Document(msgspec.Struct):
-    """What is recorded of a step beside numbers."""
+    """A record of a step other than metrics."""
 
     kind: str
     step: int
@@ -52,29 +54,29 @@ class Document(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """A snapshot that is asked for: a job of this name, waited for so long."""
+    """Request for a snapshot: name of the job, and how long to wait for it, in seconds."""
 
     job: str
     timeout_s: float
 
 
 class Stop(msgspec.Struct):
-    """That the run is to end after the step that it is at, and why."""
+    """Request to end the run after its current step, and the reason."""
 
     reason: str
 
 
-_STATUSES = {  # the last three: the store, the disk; nothing that the caller did
+_STATUSES = {  # the last three are faults of the store or the disk, not of the caller
     RunFinished: 410, LedgerError: 400, GenerationError: 502, ArealError: 500, sqlite3.Error: 500, OSError: 500,
 }  # fmt: skip
 
 
 class Routes:
-    """Requests of trainer, evaluator, reward workers and launcher, as calls of the parts of one run."""
+    """Handlers for requests of the trainer, the evaluator, reward workers and the launcher."""
 
     def __init__(self, run: Service) -> None:
         self._run = run
-        self._recorded: BatchManifest | None = None  # the last batch whose metrics are
+        self._recorded: BatchManifest | None = None  # the last batch whose metrics are recorded
 
     def app(self) -> web.Application:
         middlewares = [guard(self._run.run_dir.token()), refusals(_STATUSES)]
@@ -127,7 +129,7 @@ class Routes:
             return web.Response(status=204)
         if self._run.config.sleeps:
             await self._run.servers.sleep()
-        # Once for all ranks; once more after a restart, which may have come before the first time.
+        # Once for all ranks, and again after a restart, because the controller may have died before recording.
         if step >= fixed_before and manifest is not self._recorded:
             self._recorded = manifest
             self._run.recorder.batch_fixed(manifest)
@@ -135,7 +137,7 @@ class Routes:
         return web.Response(body=msgspec.json.encode(manifest), content_type="application/json")
 
     async def _group(self, request: web.Request) -> web.Response:
-        """Parts of a group's payload, for a rank that has found damage."""
+        """Return parts of a group's payload to a rank that has found damage."""
         group_id = int(request.match_info["group_id"])
         spans = parsed_spans(request.query.get("spans", ""))
         place = self._run.ledger.payload(group_id)
@@ -177,7 +179,7 @@ class Routes:
     async def _evaluated(self, request: web.Request) -> web.Response:
         evaluation = await read(request, Evaluation)
         published = self._run.ledger.versions.get(evaluation.version)
-        if published is not None and published.digest == evaluation.digest:  # else of weights that recovery replaced
+        if published is not None and published.digest == evaluation.digest:  # else of a replaced version
             self._run.recorder.evaluated(evaluation)
             await self._run.retention.scored()
         if reason := self._run.recorder.reason_to_stop():
@@ -199,7 +201,7 @@ class Routes:
         return web.json_response({})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        """A snapshot of the ledger, as it is when the job begins, beside the trainer's checkpoint."""
+        """Store a snapshot of the ledger, as of the beginning of the job, beside the trainer's checkpoint."""
         asked = await read(request, Snapshot)
         entries = await self._run.snapshots.take(int(request.match_info["step"]), asked.job, asked.timeout_s)
         return web.Response(status=204) if entries is None else web.json_response(entries)
@@ -212,7 +214,7 @@ class Routes:
         ending = await read(request, Ending)
         reason = self._run.controller.finished or ending.reason
         self._run.stopped = ending.reason == STOPPED
-        if not self._run.stopped:  # once a run has ended, nobody publishes its versions again
+        if not self._run.stopped:  # an ended run never publishes its versions again
             await asyncio.to_thread(weights.sync, self._run.run_dir.weights)
             self._run.ledger.notes.end(dataclasses.replace(ending, reason=reason))
         self._run.controller.finish(reason)
@@ -227,8 +229,8 @@ class Routes:
 def server_routes(
     servers: GenerationPool, newest: Newest, published: Callable[[], Awaitable[None]]
 ) -> list[web.RouteDef]:
-    """Routes by which launchers, the evaluator and people list servers and have them join and leave; `newest` is the
-    version for a new server, which waits until it is `published`."""
+    """Routes to list generation servers and to make them join or leave.
+    `newest` returns the version for a joining server, which first waits until that version is `published`."""
 
     async def join(request: web.Request) -> web.Response:
         server = await read(request, Join)
@@ -262,7 +264,7 @@ def server_routes(
 
 
 def reward_routes(rewards: RewardPool) -> list[web.RouteDef]:
-    """The route by which workers of other machines connect."""
+    """The route by which reward workers on other machines connect."""
 
     async def work(request: web.Request) -> web.WebSocketResponse:
         return await rewards.serve(int(request.match_info["place"]), request)

@@ -1,13 +1,13 @@
-"""The controller's process: HTTP around the rollout core, with the real engine, rewards, ledger and clock behind it.
+"""The controller's process: an HTTP server around the rollout core.
 
     trainer --GET /batch, /groups; POST /versions, /metrics, /checkpoints, /finish--> here
     evaluator --GET /evaluation; POST /evaluations--> here
     reward workers of other machines --WebSocket /rewards--> here
     launcher --POST /servers; GET /status--> here --generate, pause, update, resume--> generation servers
 
-It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written, or,
-without a summary, once the trainer of a stopped run has saved its last step. It ends with SPENT and no summary where
-the tokens that the servers counted are not those that the ledger accounts for.
+The process exits with status 0 once the trainer has finished, the last version is scored and summary.json is written.
+A stopped run also exits with 0, without a summary, once its trainer has saved the last step. If the token ledger does
+not balance, the process exits with SPENT and no summary.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from areal_core.types import BatchManifest, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
-_COLLECT_S = 60.0  # between two looks for unreachable cycles, at least
-_COLLECT_SHARE = 1 / 300  # of the time that such looks may take
-_CHECK_S = 5.0  # between two looks at the generation servers' health
-_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their responses
+_COLLECT_S = 60.0  # least seconds between two garbage collections
+_COLLECT_SHARE = 1 / 300  # largest share of time spent in garbage collection
+_CHECK_S = 5.0  # between two health checks of the generation servers
+_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # final reads, until the servers' counters include their last responses
 
 
 class Service:
@@ -68,7 +68,7 @@ class Service:
         self.storage = Storage.open(self.info.checkpoint_url, store.endpoint_url, store.patience_s)
         restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
-        durable.sync(run.root)  # it has the name of a new ledger
+        durable.sync(run.root)  # persists the name of a new ledger
         forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         if run.superseded.exists():
@@ -77,7 +77,7 @@ class Service:
         by_task = self.config.by_task
         environments = {name: environment_class(its) for name, its in by_task.items()}
         most_tokens = max(environments[name].max_turns * its.task.max_new_tokens for name, its in by_task.items())
-        self.ledger.resume(self.config.algorithm.group_size * most_tokens)  # `most_tokens` of a rollout
+        self.ledger.resume(self.config.algorithm.group_size * most_tokens)  # bound for each group
         self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
@@ -129,16 +129,16 @@ class Service:
             loading=lambda: self.servers.loading,
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.stopped = False  # the trainer has ended with a checkpoint, and the run can be resumed
+        self.stopped = False  # the trainer has stopped with a checkpoint, and the run can be resumed
         self.changed = Signal()  # a version was published or scored, or the trainer has finished
 
     @property
     def ending(self) -> Ending | None:
-        """How the trainer has finished; None until then."""
+        """How the trainer finished; None until then."""
         return self.ledger.notes.ending
 
     async def record_texts(self, manifest: BatchManifest) -> None:
-        """Have people see some trajectories of a batch, with their prompts as the policy is fed them."""
+        """Record some trajectories of a batch for people, with the prompts as the policy receives them."""
         if not self.recorder.tabled(manifest.step):
             return
         indices = self.ledger.prompt_indices(manifest.step)[:TABLE_GROUPS]
@@ -152,19 +152,20 @@ class Service:
             self.recorder.document("trajectories", manifest.step, {"rows": rows})
 
     async def published(self) -> None:
-        """Wait until the newest version can be loaded: its weights may be damaged, and are made again then."""
+        """Wait until the newest version is undamaged. The trainer publishes a damaged one again."""
         while self.ledger.versions.newest() is None:
             await self.changed.wait()
 
     def fail(self, error: ArealError) -> None:
-        """End this process: another one starts from what is stored."""
+        """End this process with `error`. A new process starts from the stored state."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
     async def lose_damaged(self, group_id: int, error: ArealError) -> None:
-        """The payload of a group is damaged: all that are, are dropped, but for those of earlier batches, which the
-        trainer has passed; what depends on them starts again. The trainer asks for its batch anew once it has
-        failed."""
+        """Drop all groups with a damaged payload, and restart everything that depends on them.
+
+        Ignores groups of batches before this group's, which the trainer has already consumed. The trainer requests its
+        batch again after it has failed."""
         logger.warning("%s", error)
         if (step := self.ledger.step_of(group_id)) is not None:
             while self.ledger.free(step - 1):
@@ -173,7 +174,7 @@ class Service:
             try:
                 await self.payloads.read(place)
             except DamagedPayloadError:
-                if self.ledger.payloads.get(group_id) == place:  # it was not dropped meanwhile
+                if self.ledger.payloads.get(group_id) == place:  # else the group was dropped meanwhile
                     logger.warning("group %d starts again: its payload is damaged", group_id)
                     self.controller.lose(group_id)
         forget_damaged(self.ledger)
@@ -203,7 +204,7 @@ class Service:
                 for task in background:
                     task.cancel()
         finally:
-            await self.rewards.close()  # whose connections are requests, too
+            await self.rewards.close()  # their connections are requests and would delay the cleanup
             await runner.cleanup()
             await self.servers.close()
             self.payloads.close()
@@ -218,7 +219,7 @@ class Service:
         await self._failure
 
     async def _watch_servers(self) -> None:
-        """Take out servers that hang, whether they have requests or not, and keep what they have counted."""
+        """Take out hanging servers, and store the token counts of the others."""
         while True:
             await asyncio.sleep(_CHECK_S)
             self._say()
@@ -226,7 +227,7 @@ class Service:
             await self.servers.loads()
 
     def _say(self) -> None:
-        """How far the run has come, and who has the next word."""
+        """Report the run's progress in the heartbeat, and the role that the controller waits for."""
         its, running = self.ledger, self.controller.running_groups
         scored, at_work = len(self.recorder.evaluations), len(self.servers.registry.at_work)
         if self.ending is not None:
@@ -240,12 +241,13 @@ class Service:
         )
 
     async def _scored(self) -> None:
-        """Wait until the trainer has finished and the evaluator has scored the last version, or the run is stopped."""
+        """Wait until the trainer has finished and the last version is scored, or the run is stopped."""
         while not self.stopped and (self.ending is None or self.schedule.next() is not None):
             await self.changed.wait()
 
     async def _write_summary(self) -> None:
-        """Raises TokenLedgerError, and writes none, unless the servers counted what the ledger accounts for."""
+        """Write summary.json and store the model card.
+        Raises TokenLedgerError if the token ledger does not balance."""
         ending = self.ending
         assert ending is not None
         tokens = await self._counted()
@@ -265,7 +267,7 @@ class Service:
         write_json(self.run_dir.summary, values, synced=True)
 
     async def _keep_best(self, summary: RunSummary) -> None:
-        """Put the best version into the store, unless it is the final one. The base model is nobody's result."""
+        """Store the best version, unless it is the final version or the base model."""
         best = best_of(self.recorder.evaluations)
         if best is None or best.version in (0, summary.steps):
             return
@@ -280,7 +282,8 @@ class Service:
             logger.warning("the best version is not kept: %s", error)
 
     async def _counted(self) -> TokenLedger:
-        """The token ledger once all servers have counted what they sampled: vLLM does so just after its response."""
+        """Return the token ledger once it balances, or after _COUNT_TRIES reads. vLLM counts tokens only after its
+        response."""
         for _ in range(_COUNT_TRIES):
             await self.servers.loads()
             if (tokens := self.ledger.tokens()).balanced:
@@ -295,7 +298,7 @@ async def _main(run: RunDir, ready_file: Path) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     try:
         await serving
-    except* ArealError as errors:  # of a task group in a task group: the first tells why
+    except* ArealError as errors:  # of nested task groups: the first error is the cause
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -303,11 +306,10 @@ async def _main(run: RunDir, ready_file: Path) -> None:
 
 
 async def collect_rarely() -> None:
-    """Look for unreachable cycles now and then, until cancelled. What exists by now stays for good.
+    """Run Python's garbage collector rarely, until cancelled. Exempts all existing objects from it.
 
-    A look goes through all objects, for a second where thousands of completions are in flight, while nothing else goes
-    on. Python would take one whenever many objects have come into being, as in every update. Nearly nothing here is
-    ever part of a cycle.
+    A collection visits all objects and blocks the process, for a second with thousands of completions in flight. Python
+    would collect after many allocations, as in every update. Hardly any object here is ever part of a cycle.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Snapshots of the ledger for the trainer's checkpoints: jobs, which take as long as the store takes.
+"""Snapshots of the ledger for the trainer's checkpoints, made by background jobs.
 
-A job copies the ledger, seals the segments in which the copy's payloads lie, and uploads what the store does not have
-of both. One runs at a time; a trainer that was restarted meanwhile has another one made. Each puts a file of its own
-into the store, also where an old request for it comes once more: what a checkpoint holds by then stays what it is.
+A job copies the ledger, seals the segments that hold the copy's payloads, and uploads the files that the store lacks.
+One job runs at a time. A restarted trainer requests a new job. Each job, even a repeated one, stores the ledger under a
+new name, so that it never changes a file of an existing checkpoint.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ _COPY = "ledger-snapshot-"
 
 
 class Snapshots:
-    """The jobs of one run's controller."""
+    """The snapshot jobs of one run's controller."""
 
     def __init__(self, run: RunDir, storage: Storage, payloads: PayloadStore, *, retain: bool) -> None:
-        """`retain`: payloads that the checkpoint covers are kept, too."""
+        """`retain`: snapshots keep the payloads of steps that the checkpoint covers."""
         self._run = run
         self._storage = storage
         self._payloads = payloads
         self._retain = retain
         self._number = run.info().number
-        self._job: tuple[str, asyncio.Task[dict[str, Any]]] | None = None  # the last one
-        self._uploaded: dict[str, FileEntry] = {}  # segments, by name in the store
-        self.in_use: frozenset[str] = frozenset()  # of these, what a checkpoint is about to refer to
-        # Held by a job, and by whoever deletes what is neither in use nor in a checkpoint: in an outage that takes long
-        # enough for further checkpoints to come, which it would not know of.
+        self._job: tuple[str, asyncio.Task[dict[str, Any]]] | None = None  # name and task of the last job
+        self._uploaded: dict[str, FileEntry] = {}  # uploaded segments, by name in the store
+        self.in_use: frozenset[str] = frozenset()  # names of the segments that the next checkpoint will refer to
+        # Jobs hold this lock, and so must any deletion of segments. In a store outage a deletion could otherwise
+        # outlast further checkpoints, and delete segments that they refer to.
         self.exclusive = asyncio.Lock()
-        for copy in run.root.glob(f"{_COPY}*"):  # a killed controller's
+        for copy in run.root.glob(f"{_COPY}*"):  # left by a killed controller
             copy.unlink()
 
     async def take(self, step: int, job: str, timeout_s: float) -> dict[str, Any] | None:
-        """What the manifest of `step` says of the snapshot: entries by name, `files` of the checkpoint and `shared`
-        ones. None if it takes longer than `timeout_s`: then call again. The first call with the name `job` begins it.
-        Raises StorageError and OSError."""
+        """Return the snapshot's manifest entries for `step`: `files` of the checkpoint and `shared` ones.
+
+        The first call with the name `job` begins the job. Returns None if it takes longer than `timeout_s` seconds;
+        then call again. Raises StorageError and OSError."""
         before = self._job
         if before is None or before[0] != job:
             task = asyncio.ensure_future(self._take(step, None if before is None else before[1]))
@@ -59,7 +60,7 @@ class Snapshots:
     async def _take(self, step: int, before: asyncio.Task[Any] | None) -> dict[str, Any]:
         if before is not None:
             await asyncio.wait([before])
-        copy = self._run.root / f"{_COPY}{step}.sqlite"  # no text of a request: a job may be called anything
+        copy = self._run.root / f"{_COPY}{step}.sqlite"  # not named by the job, whose name comes from a request
         async with self.exclusive:
             try:
                 consumed = None if self._retain else step
@@ -78,7 +79,7 @@ class Snapshots:
             if there.get(name) != entry.bytes:
                 self._storage.put_file(file, name)
             self._uploaded[name] = entry
-        ledger = checkpoint.ledger_name(secrets.token_hex(8))  # never that of another: a job may be asked for once more
+        ledger = checkpoint.ledger_name(secrets.token_hex(8))  # a new name, because a job may be repeated
         self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, ledger)
         shared = {name: self._uploaded[name] for name in map(self._shared, segments)}
         self._uploaded = dict(shared)
@@ -88,5 +89,6 @@ class Snapshots:
         }
 
     def _shared(self, segment: str) -> str:
-        """Its name in the run's store: under this launcher's number, so that no other one deletes it."""
+        """Name of a segment in the run's store.
+        It has this launcher's number, so that no other launcher deletes it."""
         return checkpoint.payload_name(segment + SUFFIX, self._number)

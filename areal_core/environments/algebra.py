@@ -1,11 +1,11 @@
-r"""Equality of formulas: a reader of LaTeX, and evaluation at random points.
+r"""Compare formulas: parse LaTeX, and evaluate at random points.
 
     equal(r"2\sqrt{2}", r"\sqrt{8}") -> True
 
-Rational numbers are evaluated exactly. All else is evaluated with 40 digits, and again with as many as the largest and
-the smallest part need. Formulas that differ at one point differ; those that agree at all of them count as the same.
-Nothing that is read is executed, and every step is bounded: the depth of a formula, the size of its numbers, and the
-steps of an evaluation.
+Rational numbers are evaluated exactly. All other values are evaluated with 40 digits, and again with enough digits for
+their largest and smallest parts. Formulas that differ at one point are different. Formulas that agree at all sampled
+points count as equal. The module executes no input. Every step is bounded: the depth of a formula, the size of its
+numbers, and the steps of an evaluation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpmath.ctx_mp import MPContext
 
 _LONGEST = 2000  # characters of a formula
 _DEPTH = 90  # of brackets
-_STEPS = 20_000  # of one evaluation; a fraction of n kilobits costs n * n
-_BITS = 2**17  # of the numerator and the denominator of a fraction
-_MAGNITUDE = 2**12  # of a number that is no fraction: its binary logarithm
-_LARGEST = 5000  # number of which there is a factorial
+_STEPS = 20_000  # limit of one evaluation; a fraction of n kilobits costs n * n
+_BITS = 2**17  # limit of the numerator and the denominator of a fraction
+_MAGNITUDE = 2**12  # limit of other numbers' binary logarithm
+_LARGEST = 5000  # largest number whose factorial is computed
 _PRECISION, _GUARD = 128, 64  # bits
 _SAMPLED = ((1, 4, 997), (1, 4, 997), (20, 90, 997), (-4, 4, 997), (-4, 0, 997), (1, 9, 99_991))
 
@@ -44,7 +44,7 @@ GREEK = _GREEK.split()
 _SYMBOLS = {f"\\{name}" for name in [*GREEK, "pi", "infty", "ell", "hbar", "nabla"]}
 _DECORATIONS = {f"\\{name}" for name in ("bar", "overline", "hat", "widehat", "tilde", "dot", "ddot")}
 _ZERO, _DEGREE = ("number", Fraction(0)), ("/", ("pi",), ("number", Fraction(180)))
-_INFINITY = ("symbol", r"\infty")  # nothing is computed with it
+_INFINITY = ("symbol", r"\infty")  # never computed with
 _OF_TWO = {r"\frac": "/", r"\binom": "binom"}
 _ENCLOSED = {"|": "abs", r"\lfloor": "lfloor", r"\lceil": "lceil"}
 _CLOSING = {"|": "|", "(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
@@ -61,20 +61,20 @@ _DERIVATIVE = re.compile(
 
 
 class UnreadableError(ValueError):
-    """A text that is no formula, or one whose value is undefined or beyond the limits."""
+    """A text is not a formula, or its value is undefined or beyond the limits."""
 
 
 def equal(one: str, other: str) -> bool:
-    r"""Whether two formulas are the same function of their symbols. False for what can't be read or evaluated. `\log`
-    without a base is that of ten or the natural one, whichever makes them equal."""
+    r"""Whether two formulas are the same function of their symbols; False if one is unreadable.
+    `\log` without a base is the decimal or the natural one, whichever makes the formulas equal."""
     with contextlib.suppress(UnreadableError):
         return _same(read(one), read(other))
     return False
 
 
 def factor(one: tuple[str, str], other: tuple[str, str]) -> int:
-    """The sign of the constant c in `a - b = c * (x - y)`, for two equations (a, b) and (x, y); 0 where there is none,
-    or where it is complex."""
+    """Compare two equations (a, b) and (x, y): the sign of the constant c in `a - b = c * (x - y)`.
+    Returns 0 if there is no such constant, or if it is complex."""
     with contextlib.suppress(UnreadableError):
         first, second = (("+", read(left), ("-", read(right))) for left, right in (one, other))
         point = next(_points(first, second))
@@ -87,7 +87,7 @@ def factor(one: tuple[str, str], other: tuple[str, str]) -> int:
 
 
 def value(text: str) -> float | None:
-    """The value of a formula that has no symbols, if it is real and no larger than a float."""
+    """The value of a formula without symbols; None if it is not real or exceeds a float."""
     with contextlib.suppress(UnreadableError, TypeError, OverflowError):
         found = float(_Evaluation(_PRECISION).number(read(text)))
         return found if math.isfinite(found) else None
@@ -95,7 +95,7 @@ def value(text: str) -> float | None:
 
 
 def symbols(text: str) -> set[str]:
-    """The symbols of a formula; none of what is no formula."""
+    """The symbols of a formula; empty for a text that is not a formula."""
     with contextlib.suppress(UnreadableError):
         return {node[1] for node in _nodes(read(text)) if node[0] == "symbol"}
     return set()
@@ -103,7 +103,7 @@ def symbols(text: str) -> set[str]:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Node:
-    """The tree of a formula. Raises UnreadableError."""
+    """Parse a formula into a tree. Raises UnreadableError."""
     if len(text) > _LONGEST:
         raise UnreadableError
     reader = _Reader(_DERIVATIVE.sub(lambda found: f"D_{{{found['of']}/{found['by']}{found['order'] or ''}}}", text))
@@ -122,7 +122,7 @@ def _nodes(node: Node) -> Iterator[Node]:
 
 
 class _Reader:
-    """Recursive descent over the tokens of a formula."""
+    """Recursive descent parser over the tokens of a formula."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [*_tokens(text), ""]
@@ -131,7 +131,7 @@ class _Reader:
 
     @property
     def token(self) -> str:
-        """The next one; "" at the end."""
+        """The next token; "" at the end."""
         return self._tokens[self._at]
 
     def _next(self) -> str:
@@ -165,7 +165,7 @@ class _Reader:
                 return _times(factors)
 
     def _goes_on(self) -> bool:
-        """Whether a factor follows without a sign. A number does not: "3 4" is no product."""
+        """Whether a factor follows without a sign. Numbers do not count: "3 4" is not a product."""
         token = self.token
         if token == "|":
             return not self._in_bars
@@ -236,12 +236,12 @@ class _Reader:
             whole += re.sub(r"[{}\s]", "", self._next())
         following = self._tokens[self._at : self._at + 3]
         if "".join(following[::2]) == "()" and following[1].isdigit():
-            self._at += 3  # I(0) is no product
+            self._at += 3  # I(0) is a name, not a product
             whole += "".join(following)
         return (whole.strip("\\"),) if whole in ("e", "i", r"\pi") else ("symbol", whole)
 
     def _argument(self, *, whole: bool = False) -> Node:
-        r"""Of a command: braces, or one character: \frac12 is a half. With `whole`, a number of any length."""
+        r"""Parse a command's argument: braces, or one character (\frac12 is 1/2); `whole`: an entire number."""
         token = self.token
         if token[:1].isdigit() and len(token) > 1 and not whole:
             self._tokens[self._at : self._at + 1] = _tokens(token[1:])
@@ -278,7 +278,8 @@ _COMMANDS = {*_SYMBOLS, *_DECORATIONS, *_FUNCTIONS, *_OF_TWO, r"\sqrt"}
 
 
 def _tokens(text: str) -> list[str]:
-    """Tokens; a run of up to three letters is a product of symbols; a longer one, or of capitals, is no formula."""
+    """Split into tokens.
+    A run of up to three letters is a product of symbols; other words raise UnreadableError."""
     found: list[str] = []
     for token in _TOKEN.findall(text):
         if not token.isalpha():
@@ -306,15 +307,16 @@ def _same(first: Node, second: Node) -> bool:
 
 
 def _agree(first: Node, second: Node, log: str, is_strict: bool) -> bool:
-    """Whether two trees agree at random points. Not strictly, those count alone at which all parts are real, if there
-    is any: the root of a product is that of its factors where these are positive."""
+    """Whether two trees agree at random points.
+    Unless `is_strict`, only points with real parts count, if there are any. For instance, the root of a product equals
+    the product of the factors' roots only where the factors are positive."""
     verdicts: dict[bool, bool] = {}  # whether all parts are real -> whether the trees agree wherever that is so
     for point in _points(first, second):
         ours, theirs = _put(first, point, log), _put(second, point, log)
         try:
             _Evaluation(_PRECISION).number(ours)
         except UnreadableError:
-            continue  # it is undefined there, or too large
+            continue  # the formula is undefined at this point, or too large
         agrees, is_real = _agree_at(ours, theirs)
         if not agrees and (is_real or is_strict):
             return False
@@ -323,7 +325,7 @@ def _agree(first: Node, second: Node, log: str, is_strict: bool) -> bool:
 
 
 def _agree_at(first: Node, second: Node) -> tuple[bool, bool]:
-    """Whether two values agree, and whether all their parts are real."""
+    """Return whether two values agree, and whether all their parts are real."""
     rough = _Evaluation(_PRECISION)
     before = rough.difference(first, second)
     if isinstance(before, Fraction):
@@ -332,20 +334,20 @@ def _agree_at(first: Node, second: Node) -> tuple[bool, bool]:
         return False, rough.real
     fine = _Evaluation(2 * _PRECISION + 4 * rough.bits)
     after = fine.difference(first, second)
-    noise = rough.ctx.mag(before) if before else rough.peak - _PRECISION  # it shrinks with the precision
+    noise = rough.ctx.mag(before) if before else rough.peak - _PRECISION  # rounding noise shrinks with the precision
     return not after or fine.ctx.mag(after) <= noise - (fine.ctx.prec - _PRECISION) + _GUARD, rough.real
 
 
 def _points(first: Node, second: Node) -> Iterator[Point]:
-    """Random points: small and large positive ones, those of both signs, and one near zero. Whole ones, where there is
-    a factorial or a sign with an exponent."""
+    """Random points: small and large positive ones, points of both signs, and one near zero.
+    They are integers if a formula has a factorial or a power of a negated base."""
     nodes = [*_nodes(first), *_nodes(second)]
     names = sorted({node[1] for node in nodes if node[0] == "symbol"})
     rng = random.Random(repr(first))
     if not names:
         yield {}
     elif any(node[0] in ("!", "binom") or (node[0] == "^" and node[1][0] == "-") for node in nodes):
-        for place in range(8):  # even and odd ones in all mixtures
+        for place in range(8):  # even and odd numbers in all combinations
             yield {name: Fraction(1 + 2 * rng.randrange(7) + (place >> at % 3 & 1)) for at, name in enumerate(names)}
     else:
         for lowest, highest, unit in _SAMPLED:
@@ -353,18 +355,18 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
 
 
 def _put(node: Node, point: Point, log: str = "ln") -> Node:
-    """A tree with numbers for its symbols, and with a base for its logarithms."""
+    """Insert numbers for a tree's symbols, and choose the base of its logarithms."""
     if node[0] == "symbol":
         return "number", point[node[1]]
     children = (_put(child, point, log) if isinstance(child, tuple) else child for child in node[1:])
     return log if node[0] == "log" else node[0], *children
 
 
-_contexts = threading.local()  # mpmath's own context would share its precision among threads
+_contexts = threading.local()  # mpmath's global context would share its precision among threads
 
 
 class _Evaluation:
-    """Values of trees without symbols, with one precision: fractions, or real and complex numbers of mpmath's."""
+    """Evaluates trees without symbols at one precision, to fractions or to mpmath's numbers."""
 
     def __init__(self, precision: int) -> None:
         if not hasattr(_contexts, "one"):
@@ -412,7 +414,7 @@ class _Evaluation:
         return found
 
     def _rounded(self, *numbers: Any) -> list[Any]:
-        """Numbers of mpmath's. The size of those that were fractions is recorded."""
+        """Convert numbers to mpmath's, recording the size of fractions."""
         self.bits = max(self.bits, *(_size(one) for one in numbers if isinstance(one, Fraction)), 0)
         if self.bits > 2 * _MAGNITUDE:
             raise UnreadableError
@@ -435,7 +437,7 @@ class _Evaluation:
         return getattr(self.ctx, operation)(*arguments)
 
     def _raised(self, base: Any, power: Any) -> Any:
-        """A power. Of a negative number a root of odd degree is the real one."""
+        """Compute a power. An odd root of a negative number is the real one."""
         if base == 0:
             return Fraction(0) if power > 0 else 1 / Fraction(0)
         if isinstance(power, Fraction) and power.denominator == 1 and isinstance(base, Fraction):

@@ -1,8 +1,8 @@
 """Chained arithmetic, the embedded task: digits joined by + - *, evaluated left to right modulo 10.
 
 The prompt `1-1-7=` has the worked solution `1-1=0;0-7=3#3` and the direct answer `#3`. The number of operations is
-geometric, so worked solutions have long-tailed lengths. A guess is right once in ten times.
-Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is kept out of training.
+geometric, so worked solutions have long-tailed lengths. One guess in ten is correct. Every prompt is a pure function
+of (seed, index). A fixed share of all texts, chosen by hash, is held out of training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_core.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`digits[0] operators[0] digits[1] ...`; one digit more than operators."""
+    """`digits[0] operators[0] digits[1] ...`, with one digit more than operators."""
 
     digits: tuple[int, ...]
     operators: str
@@ -37,7 +37,7 @@ class Chain:
 
     @property
     def worked(self) -> str:
-        """Every step, then the answer: 6 characters an operation, and 1 more."""
+        """Every step, then the answer: 6 characters for each operation, and 1 more."""
         return ";".join(self._steps()) + f"#{self.answer}"
 
     @property
@@ -54,7 +54,7 @@ class Chain:
 
 
 def draw(rng: random.Random, max_operations: int, decay: float) -> Chain:
-    """A chain of n operations with P(n) proportional to decay^n, n in 1..max_operations."""
+    """Draw a chain of n operations, with P(n) proportional to decay^n and n in 1..max_operations."""
     weights = [decay**n for n in range(max_operations)]
     operations = rng.choices(range(1, max_operations + 1), weights)[0]
     digits = tuple(rng.randrange(10) for _ in range(operations + 1))
@@ -62,7 +62,7 @@ def draw(rng: random.Random, max_operations: int, decay: float) -> Chain:
 
 
 def training_chain(seed: int, index: int, max_operations: int, decay: float) -> Chain:
-    """The index-th training chain of a seed: the first draw of its own stream that is not held out."""
+    """The index-th training chain of a seed: the first draw of its own random stream that is not held out."""
     rng = random.Random(f"{seed}/{index}")
     while is_held_out((chain := draw(rng, max_operations, decay)).prompt):
         pass
@@ -70,7 +70,8 @@ def training_chain(seed: int, index: int, max_operations: int, decay: float) -> 
 
 
 def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain]:
-    """The first `count` distinct reserved chains under a fixed seed. Raises ConfigError where the task has too few."""
+    """The first `count` distinct reserved chains under a fixed seed.
+    Raises ConfigError if the task has too few."""
     rng = random.Random(SEED)
     drawn = (draw(rng, max_operations, decay) for _ in itertools.count())
     chains = reserved(((chain.prompt, chain) for chain in drawn), count)
@@ -83,7 +84,7 @@ def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain
 
 
 class ArithmeticSource:
-    """Prompts of the embedded task, an endless stream."""
+    """An endless stream of prompts of the embedded task."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         task = config.task

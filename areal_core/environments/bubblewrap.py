@@ -1,6 +1,6 @@
-"""The command line of a sandbox, bubblewrap's with Python in it, and its control group.
+"""Build a sandbox's command line (bubblewrap with Python inside) and its control group.
 
-command(settings, processes) -> words to start it with, and the files that it inherits
+command(settings, processes) -> words of the command, and the files that it inherits
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOUNTED = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    folders: tuple[Path, ...]  # one of version 2, or one of each controller of version 1
+    folders: tuple[Path, ...]  # one of version 2, or one for each controller of version 1
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed one of its processes for memory."""
+        """Whether the kernel has killed one of the group's processes for memory."""
         for file in (folder / name for folder in self.folders for name in ("memory.events", "memory.oom_control")):
             if file.exists():
                 counts = dict(line.split() for line in file.read_text().splitlines())
@@ -43,7 +43,7 @@ class ControlGroup:
 
 @contextmanager
 def control_group(memory_bytes: int, processes: int) -> Iterator[ControlGroup | None]:
-    """Removed at the end, when no process is left in it."""
+    """Create a control group with limits, and remove it at the end; None without the rights to do so."""
     name = f"areal-{os.getpid()}-{secrets.token_hex(4)}"
     made: list[Path] = []
     with ExitStack() as stack:
@@ -54,13 +54,13 @@ def control_group(memory_bytes: int, processes: int) -> Iterator[ControlGroup | 
                 for file, value in limits.items():
                     (folder / file).write_text(value)
                 made.append(folder)
-        except OSError:  # read-only, another user's, or without these controllers
+        except OSError:  # read-only, owned by another user, or without these controllers
             made.clear()
         yield ControlGroup(tuple(made)) if made else None
 
 
 def _parents(memory: str, processes: str) -> Mapping[Path, Mapping[str, str]]:
-    """The groups that this process is in, and what is to be limited below them."""
+    """The control groups of this process, and the limits to set in a group below each."""
     own = dict[str, Path]()
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -85,17 +85,17 @@ def _remove(folder: Path) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the empty groups that processes left behind which were killed."""
+    """Remove empty control groups left by killed processes."""
     for parent in _parents("", ""):
         for folder in parent.glob("areal-*"):
             if not Path("/proc", folder.name.split("-")[1]).exists():
                 _remove(folder)
 
 
-FOLDER_BYTES = 64 * 2**20  # of the folder of its own, and of one file
-_OTHERS = 2  # processes in its control group: bubblewrap, and the first one inside
-_USERS = 1000  # that root must be over, to give one of them to each sandbox
-_PACKAGES = ("numpy", "sortedcontainers")  # that a program may import where they are installed, as judges have them
+FOLDER_BYTES = 64 * 2**20  # limit of the sandbox's own folder, and of a single file
+_OTHERS = 2  # further processes in the control group: bubblewrap, and the first process inside
+_USERS = 1000  # least number of users of root's namespace, so that each sandbox gets its own
+_PACKAGES = ("numpy", "sortedcontainers")  # installed packages that programs may import, as in the benchmarks' judges
 _CONFINED = marshal.dumps(compile(Path(confined.__file__).read_bytes(), "confined.py", "exec"))
 _SCRIPT = importlib.util.MAGIC_NUMBER + bytes(12) + _CONFINED  # as a .pyc, which saves every sandbox 2 ms
 _ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit; shift; done; shift; exec "$@"'
@@ -104,31 +104,31 @@ _ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit; shift; done; shift; e
 @dataclass(frozen=True, slots=True)
 class Command:
     words: list[str]
-    passed: tuple[int, ...]  # file descriptors that it inherits
-    info: BinaryIO | None  # where bubblewrap says which process is the first inside; none without bubblewrap
+    passed: tuple[int, ...]  # file descriptors that the command inherits
+    info: BinaryIO | None  # bubblewrap reports the first process inside here; None without bubblewrap
     group: ControlGroup | None
 
 
 @contextmanager
 def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
-    """The command of one sandbox, whose files and control group last as long as this context."""
+    """Build the command of one sandbox. Its files and control group exist until the context ends."""
     with ExitStack() as stack:
         group = stack.enter_context(control_group(settings["memory_bytes"], processes + _OTHERS))
         script, refused = (stack.enter_context(in_memory(data)).fileno() for data in (_SCRIPT, syscall_filter()))
         info, told = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         os.set_blocking(info.fileno(), False)
         uid = _own_uid()
-        counted = processes + (uid is None)  # the first process inside is another user's, or is counted as well
+        counted = processes + (uid is None)  # the first process inside has another user, or counts toward the limit
         settings = {**settings, "processes": counted, "uid": uid, "packages": ["/packages"]}
         words = _bubblewrapped(settings, script, refused, told.fileno())
         if group is not None:
-            members = [str(folder / "cgroup.procs") for folder in group.folders]  # to which a process writes its id
+            members = [str(folder / "cgroup.procs") for folder in group.folders]  # a process writes its id here
             words = ["/bin/sh", "-c", _ENTER, "sh", *members, "--", *words]
         yield Command(words, (script, refused, told.fileno()), info, group)
 
 
 def in_memory(content: bytes) -> BinaryIO:
-    """A file that holds `content`, at its beginning."""
+    """Return an in-memory file that holds `content`, positioned at its beginning."""
     file = open(os.memfd_create("areal"), "w+b")  # noqa: SIM115 - the caller closes it
     file.write(content)
     file.seek(0)
@@ -136,15 +136,16 @@ def in_memory(content: bytes) -> BinaryIO:
 
 
 def python(script: str, settings: Mapping[str, Any]) -> list[str]:
-    """Without site-packages, and without the folder that it runs in among those that it imports from."""
+    """Command for Python without site-packages, and without the current folder in the import path."""
     return [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)]
 
 
 def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, told: int) -> list[str]:
-    """`script`: the file descriptor of `confined`; `refused`: of the filter; `told`: of the pipe that bubblewrap writes
-    to."""
+    """Build bubblewrap's words.
+    The file descriptors are of `confined` (`script`), of the system call filter (`refused`), and of the pipe for
+    bubblewrap's report (`told`)."""
     if settings["uid"] is not None:
-        user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # which `confined` gives up
+        user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # `confined` gives these up
     else:
         user = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     return [
@@ -160,7 +161,7 @@ def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, told:
 
 @functools.cache
 def _system() -> tuple[str, ...]:
-    """What a Python program needs to see of the machine: libraries, and Python where it is installed elsewhere."""
+    """Mounts that a Python program needs: libraries, and Python if it is installed elsewhere."""
     shown = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for folder in ("/bin", "/lib", "/lib64"):
         if os.path.islink(folder):
@@ -170,7 +171,7 @@ def _system() -> tuple[str, ...]:
     prefix = Path(sys.base_prefix)
     if not prefix.is_relative_to("/usr"):
         for folder in reversed(prefix.parents[:-1]):
-            shown += ["--perms", "0755", "--dir", str(folder)]  # empty but for the next one
+            shown += ["--perms", "0755", "--dir", str(folder)]  # empty except for the next folder
         shown += ["--ro-bind", str(prefix), str(prefix)]
     shown += ["--perms", "0755", "--dir", "/packages"]
     for path in packages():
@@ -180,15 +181,15 @@ def _system() -> tuple[str, ...]:
 
 @functools.cache
 def packages() -> tuple[Path, ...]:
-    """Their folders, and those of the libraries that came along with them."""
+    """Folders of the allowed packages, and of the libraries bundled with them."""
     found = (importlib.util.find_spec(name) for name in _PACKAGES)
     folders = [Path(spec.submodule_search_locations[0]) for spec in found if spec and spec.submodule_search_locations]
     return tuple(path for folder in folders for path in (folder, folder.with_suffix(".libs")) if path.is_dir())
 
 
 def _own_uid() -> int | None:
-    """A user that nobody else is, for root to become; none where the caller is not root, or root over itself alone: a
-    namespace of users takes its place, in which processes are counted from 0."""
+    """A random user id that no other sandbox has, for root to become; None if root can't.
+    Then the sandbox gets a user namespace, whose process count starts at 0."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     first, _, count = max((tuple(map(int, line.split())) for line in lines), key=lambda line: line[2])
     if os.geteuid() != 0 or count < _USERS:

@@ -1,4 +1,4 @@
-"""Chained arithmetic with a tool: whenever the policy writes `=`, a calculator writes the result after it."""
+"""Chained arithmetic with a tool: whenever the policy writes `=`, a calculator appends the result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _STEP = re.compile(r"(\d)([-+*])(\d)=$")
 
 
 class Calculator(Environment):
-    """prompt | `1-1=` | `0` | `;0-7=` | `3` | `#3`, where the calculator says every second part after the prompt."""
+    """prompt | `1-1=` | `0` | `;0-7=` | `3` | `#3`: policy and calculator alternate after the prompt."""
 
     max_turns = 32
 
     def __init__(self, context: EnvContext) -> None:
         super().__init__(context)
-        self._equals = context.tokenizer.encode("=")  # raises for a model that can't spell it
+        self._equals = context.tokenizer.encode("=")  # raises for a tokenizer without `=`
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         text, calls = list(task.token_ids), 0

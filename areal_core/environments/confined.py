@@ -1,15 +1,15 @@
-"""What runs in the sandbox: it gives up what it may still do, and then runs a program that nobody trusts.
+"""Entry point inside the sandbox: give up all remaining rights, then run an untrusted program.
 
-    python -P -s -S confined.py SETTINGS    # JSON: the limits, and the file descriptor of the job, JSON as well
+    python -P -s -S confined.py SETTINGS    # JSON: the limits, and the file descriptor of the job, which is JSON too
 
-This file is all of the package that is visible there, so it imports nothing of it. A job is one of
+This is the package's only file in the sandbox, so it imports nothing else of the package. A job is one of
 
-- `run`: a program as a script, with the input and output of this process
-- `serve`: a program whose function is called: lines `call [args, kwargs]` come in, lines `value V` go out
-- `check`: a program that checks a function which is elsewhere: lines `call` go out and `value` come in, then `passed`
+- `run`: run a program as a script, with the input and output of this process
+- `serve`: call a program's function: lines `call [args, kwargs]` come in, lines `value V` go out
+- `check`: check a function in another process: lines `call` go out, `value` come in; then `passed` or `failed`
 
-Values cross as JSON (`encode`, `decode`), so that what arrives is a number, a text or a collection, and no object.
-Imports are few: `json` and `signal` would cost every program 7 ms, so their halves that are written in C stand here.
+Values cross as JSON (`encode`, `decode`), so that only numbers, texts and collections arrive, never objects. Imports
+are few: `json` and `signal` would cost every program 7 ms, so this file uses their C modules.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-UNPARSABLE = 91  # an exit code; a program may lie with it, and is wrong all the same
-STARTED = b"\0"  # on stderr, before the program has had a say
+UNPARSABLE = 91  # exit code; a program that fakes it is incorrect anyway
+STARTED = b"\0"  # written to stderr before the program runs
 _OPEN_FILES = 64
-_STACK_BYTES = 2**27  # the kernel leaves that much room; cached functions recurse on this stack
+_STACK_BYTES = 2**27  # the kernel reserves this much room; cached functions recurse on this stack
 _RECURSION = 50_000  # LiveCodeBench's limit
 
-# Modules that LiveCodeBench and APPS import for every program, with all their names; the slow ones only for a program
-# that mentions the module or one of these names. Of equal names the last counts.
+# Modules that LiveCodeBench and APPS import for every program, with all their names. Slow ones are imported only if a
+# program mentions the module or one of these names. If names collide, the last one counts.
 _ON_DEMAND = {
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping "
     "NamedTuple NewType NoReturn Optional Protocol Sequence Set Tuple Type TypedDict TypeVar Union",
@@ -65,14 +65,16 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)
-    builtins.exit = builtins.quit = sys.exit  # which the module `site` would define
+    builtins.exit = builtins.quit = sys.exit  # the module `site` would define these
     {"run": run, "serve": serve, "check": check}[job["kind"]](job)
 
 
 def divide() -> None:
-    """Go on as a child. The first process of a namespace waits for it, takes its exit code, and all others along. It
-    stays the user that it is: another one's would not be ended with bubblewrap (PR_SET_PDEATHSIG)."""
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # which nobody in the namespace can send it then
+    """Continue as a child. The first process of the namespace waits for the child and exits with its code.
+
+    All other processes end with the first one. It keeps its user: with another user it would not end with bubblewrap
+    (PR_SET_PDEATHSIG)."""
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # no process in the namespace can send SIGINT to the first one
     if (child := os.fork()) == 0:
         return
     while True:
@@ -83,9 +85,9 @@ def divide() -> None:
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Limits that can't be raised again, and a user of its own: root is exempt from that of processes."""
+    """Set irrevocable limits and change to the sandbox's user; root is exempt from process limits."""
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # whatever fills the machine's memory, this process goes first
+        file.write("1000")  # if memory runs out, the kernel kills this process first
     limits = {
         resource.RLIMIT_AS: settings["memory_bytes"],
         resource.RLIMIT_FSIZE: settings["file_bytes"],
@@ -117,7 +119,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def first_compiled(sources: Sequence[str]) -> types.CodeType | None:
-    """The first of several readings of an answer that is a program; None where none is."""
+    """Compile the first of several readings of an answer that is a program; None if none is."""
     for source in sources:
         try:
             return compile(source, "<program>", "exec")
@@ -127,12 +129,12 @@ def first_compiled(sources: Sequence[str]) -> types.CodeType | None:
 
 
 def prepared(program: types.CodeType) -> dict[str, Any]:
-    """Python's own names, and those that the benchmarks import: below what a program defines, and apart from it."""
+    """Python's builtins and the names that benchmarks import, separate from the program's own globals."""
     sys.setrecursionlimit(_RECURSION)
     parts = [program]
     for part in parts:
         parts += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
-    used = {name for part in parts for name in part.co_names}  # attributes among them
+    used = {name for part in parts for name in part.co_names}  # includes attribute names
     modules = [module for module, known in _ON_DEMAND.items() if not used.isdisjoint([module, *known.split()])]
     names: dict[str, Any] = {}
     for module in modules + _ALWAYS:
@@ -140,7 +142,7 @@ def prepared(program: types.CodeType) -> dict[str, Any]:
     return {**names, **{module: sys.modules[module] for module in modules + _ALWAYS}, **vars(builtins)}
 
 
-# -- functions that are called from elsewhere ----------------------------------------------------------------------
+# -- functions called from another process -------------------------------------------------------------------------
 
 
 def serve(job: dict[str, Any]) -> None:
@@ -157,15 +159,15 @@ def serve(job: dict[str, Any]) -> None:
 
 
 def found(job: dict[str, Any], program: types.CodeType) -> Callable[[], Callable[..., Any]]:
-    """What gives the function that a program defines under a name, for each call: the method of a new `Solution`, where
-    that class has it."""
+    """Return a callable that looks up the program's function `entry` for each call.
+    If the program's class `Solution` has this method, each call uses a new instance."""
     module = sys.modules["program"] = types.ModuleType("program")
     names, entry = module.__dict__, job["entry"]
     if job["before"] is None:
         names["__builtins__"] = prepared(program)
     else:
         exec(job["before"], names)
-    names.pop(entry, None)  # it must be the program's own
+    names.pop(entry, None)  # the program must define the function itself
     exec(program, names)
     made: Any = names.get("Solution")
     return lambda: getattr(made(), entry) if hasattr(made, entry) else names[entry]
@@ -189,14 +191,15 @@ def check(job: dict[str, Any]) -> None:
     send("ready")
     try:
         judge(candidate)
-    except Exception:  # noqa: BLE001 - whatever the values that came in make it raise
+    except Exception:  # noqa: BLE001 - whatever the candidate's values make the check raise
         send("failed")
     else:
         send("passed")
 
 
 def taken_over() -> tuple[Callable[[], str | None], Callable[[str], None]]:
-    """Functions that receive a line and send one; what the program reads and prints goes nowhere."""
+    """Take over stdin and stdout, and return functions to receive and send a line.
+    The program gets /dev/null."""
     lines, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 0)
     os.dup2(2, 1)
@@ -212,7 +215,7 @@ def taken_over() -> tuple[Callable[[], str | None], Callable[[str], None]]:
 
 
 def encode(value: Any) -> Any:
-    """As JSON has it; in a list of its kind and its parts where JSON has no such value."""
+    """Convert a value to JSON. Values without a JSON type become a list of their kind and their parts."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -227,7 +230,7 @@ def encode(value: Any) -> Any:
         return ["bytes", value.hex()]
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
-    if hasattr(value, "tolist"):  # numpy's
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
         return encode(value.tolist())
     if hasattr(value, "as_integer_ratio"):  # a Fraction or a Decimal
         return int(value) if value == int(value) else float(value)
@@ -235,7 +238,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that was encoded. Raises ValueError or TypeError for anything else."""
+    """Convert back an encoded value. Raises ValueError or TypeError for anything else."""
     if isinstance(value, dict):
         raise ValueError("an object")
     if not isinstance(value, list):
@@ -256,7 +259,7 @@ _COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset
 
 
 class _Json:
-    """How JSON is read: what `json.JSONDecoder` says to the scanner of both."""
+    """Settings of `json.JSONDecoder` for the C scanner."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.__getitem__
@@ -269,7 +272,7 @@ _written = _json.make_encoder(None, encode, _json.encode_basestring_ascii, None,
 def loads(text: str) -> Any:
     try:
         return _read(text, 0)[0]
-    except StopIteration as error:  # which would end a `map` of the checker's as if all were well
+    except StopIteration as error:  # StopIteration would silently end a `map` of the checker
         raise ValueError("no JSON") from error
 
 

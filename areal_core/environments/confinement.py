@@ -1,18 +1,18 @@
-"""Confine a process of our own that runs what a completion says: no files, network, programs or other processes.
+"""Confine a process that interprets completions: no files, network, programs or other processes.
 
-    confine()                     # a server of forks, once it has imported everything
+    confine()                     # a fork server, once it has imported everything
     confine_fork(1.0, ...)        # each of its forks
 
-Nothing has to be installed: the kernel does it. The server loses all capabilities and may only read where Python and
-its packages lie (Landlock, Linux 5.13). A fork may compute, and write to what is open (seccomp), within limits of CPU
-time and memory. No process can undo it.
+The kernel enforces this; nothing has to be installed. The server loses all capabilities. It may read only the folders
+of Python and its packages (Landlock, Linux 5.13). A fork may compute and write to open files (seccomp), within limits
+of CPU time and memory. No process can undo it.
 
     syscall_filter() -> bytes for `bwrap --seccomp`, the filter of a sandbox (classic BPF)
 
-What it refuses is what a program that reads, computes and writes has no use for and kernels have had holes in: tracing
-and other processes' memory, mounts, namespaces, keys, BPF, io_uring, modules, clocks, memory beside what it maps, and
-sockets that namespaces don't separate (AF_VSOCK, AF_ALG). Numbers are those of x86-64, from the kernel's
-syscall_64.tbl.
+The filter refuses calls that ordinary programs do not need and that have had kernel vulnerabilities. They concern
+tracing, other processes' memory, mounts, namespaces, keys, BPF, io_uring, modules and clocks. It also refuses memory
+other than mappings, and sockets that namespaces don't separate (AF_VSOCK, AF_ALG). Numbers are those of x86-64, from
+the kernel's syscall_64.tbl.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pathlib import Path
 from areal_core.errors import ConfigError
 
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
-_X32 = 0x40000000  # set in the numbers of another table of calls
-_NR, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data; low half of an argument first
+_X32 = 0x40000000  # set in the call numbers of the x32 table
+_NR, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data; the low half of an argument comes first
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _REFUSED = 0x00050000  # with an errno
@@ -60,8 +60,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-# All that a fork which judges an answer may call (`confinement`): compute, allocate, import, write to open files, end.
-# Which files it may open is for Landlock to say. Not fcntl and ioctl: they send signals, take leases, change flags.
+# All calls allowed to a fork that judges an answer: compute, allocate, import, write to open files, end. Landlock
+# decides which files it may open. fcntl and ioctl are not allowed: they send signals, take leases, change flags.
 COMPUTING = {
     "stat": 4, "lstat": 6, "pread64": 17, "access": 21, "getcwd": 79, "readlink": 89,
     "getdents64": 217, "openat": 257, "newfstatat": 262, "statx": 332,
@@ -74,7 +74,7 @@ COMPUTING = {
 
 
 def allowing(allowed: Mapping[str, int]) -> bytes:
-    """A filter that refuses all calls but these, with EPERM. A wrong architecture kills."""
+    """Build a filter that refuses all other calls with EPERM. A wrong architecture kills the process."""
     program = [*_PREFIX]
     for number in allowed.values():
         program += [_op(_EQUAL, number, no=1), _op(_RETURN, _ALLOW)]
@@ -83,8 +83,9 @@ def allowing(allowed: Mapping[str, int]) -> bytes:
 
 @functools.cache
 def syscall_filter() -> bytes:
-    """A wrong architecture kills; what is refused returns EPERM. clone3, whose flags are out of a filter's reach, does
-    as on kernels that lack it, and C libraries call clone."""
+    """Build the sandbox's filter.
+    Refused calls return EPERM; a wrong architecture kills the process. A filter can't see the flags of clone3. It
+    returns ENOSYS, as on older kernels, and C libraries then call clone."""
     refuse, absent = _REFUSED | errno.EPERM, _REFUSED | errno.ENOSYS
     program = [*_PREFIX]
     for number in REFUSED.values():
@@ -98,17 +99,17 @@ def syscall_filter() -> bytes:
 
 
 def _on(number: int, argument: int, then: list[bytes]) -> list[bytes]:
-    """Instructions for one call, after its argument is loaded; the number is loaded again behind them."""
+    """Instructions for one call, with one of its arguments loaded; reloads the call number behind them."""
     body = [_op(_LOAD, _ARGS + 8 * argument), *then, _op(_LOAD, _NR)]
     return [_op(_EQUAL, number, no=len(body)), *body]
 
 
 def _op(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """A struct sock_filter: what follows is skipped by `yes` or `no` instructions, as a comparison turns out."""
+    """Encode a struct sock_filter. A comparison skips the next `yes` or `no` instructions."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 
-_PREFIX = (  # what every filter begins with: the number of the call is loaded after it
+_PREFIX = (  # beginning of every filter; then the call number is loaded
     _op(_LOAD, _ARCH), _op(_EQUAL, _ARCHITECTURE, yes=1), _op(_RETURN, _KILL),
     _op(_LOAD, _NR), _op(_AT_LEAST, _X32, no=1), _op(_RETURN, _KILL),
 )  # fmt: skip
@@ -117,8 +118,8 @@ _PREFIX = (  # what every filter begins with: the number of the call is loaded a
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, x86-64
 _VERSION, _PATH_BENEATH = 1, 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS = (13, 14, 15, 15, 16)  # how many rights to files Landlock knows, by its version, from 1 on
-_TCP, _SCOPES = 3, 3  # bind and connect, from version 4 on; abstract sockets and signals, from version 6 on
+_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights that Landlock knows, by its version, starting at 1
+_TCP, _SCOPES = 3, 3  # bind and connect, since version 4; abstract sockets and signals, since version 6
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _BOUNDING_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _FILTER = 2
 _CAPABILITIES = 64
@@ -131,7 +132,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(isolation: str) -> None:
-    """Raise ConfigError where environment.sandbox asks for a confinement that this kernel does not have."""
+    """Raise ConfigError if environment.sandbox asks for a confinement that this kernel lacks."""
     if isolation != "none" and (platform.machine() != "x86_64" or _landlock_version() < 1):
         raise ConfigError(
             "environment.sandbox: this kernel can't confine verifiers, it has no Landlock (Linux 5.13, x86-64); "
@@ -140,22 +141,23 @@ def check(isolation: str) -> None:
 
 
 def confine() -> None:
-    """Confine a server, and all that it forks. Raises OSError where the kernel refuses."""
-    _prctl(_DUMPABLE, 0)  # its memory is closed to other processes of this user
+    """Confine a server and all its forks. Raises OSError if the kernel refuses."""
+    _prctl(_DUMPABLE, 0)  # closes its memory to other processes of this user
     _prctl(_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for capability in range(_CAPABILITIES):
-        _libc.prctl(_BOUNDING_DROP, capability, 0, 0, 0)  # who may not drop them has none
+        _libc.prctl(_BOUNDING_DROP, capability, 0, 0, 0)  # fails without privileges, when there are none to drop
     _called(_libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)))
     _read_only()
 
 
 def confine_fork(cpu_s: float, memory_bytes: int, *, confined: bool, server: int) -> None:
-    """Limit this fork, whose CPU time counts from 0; unless `confined`, nothing but that. It ends with its server."""
+    """Limit this fork: CPU seconds, memory, and, if `confined`, system calls.
+    The fork ends with its server."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before this fork asked for the signal
+    if os.getppid() != server:  # the server ended before this fork asked for the signal
         os._exit(1)
-    seconds = int(cpu_s) + 1  # whatever it does to its timer
+    seconds = int(cpu_s) + 1  # holds even if the fork changes its timer
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -165,18 +167,18 @@ def confine_fork(cpu_s: float, memory_bytes: int, *, confined: bool, server: int
 
 @functools.cache
 def _landlock_version() -> int:
-    """Less than 1: there is none."""
+    """Landlock's version; less than 1 if the kernel has none."""
     return _libc.syscall(_CREATE_RULESET, None, 0, _VERSION)
 
 
 def _read_only() -> None:
-    """Landlock: read files where code lies, do nothing else with any file."""
+    """Allow with Landlock only to read files in the folders of code."""
     version = _landlock_version()
     rights = (1 << _FILE_RIGHTS[min(version, len(_FILE_RIGHTS)) - 1]) - 1
     handled = [rights, *([_TCP] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
     described = struct.pack(f"={len(handled)}Q", *handled)
     rules = _called(_libc.syscall(_CREATE_RULESET, described, len(described), 0))
-    package = Path(__file__).parents[1]  # in the checkout, where the installation is editable
+    package = Path(__file__).parents[1]  # the checkout, if the installation is editable
     for place in {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", str(package)}:
         if os.path.isdir(place):
             folder = os.open(place, os.O_PATH | os.O_CLOEXEC)

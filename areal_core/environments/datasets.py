@@ -1,4 +1,4 @@
-"""What a run trains on and is scored on, named for its record, and which generated texts are held out of training."""
+"""Name and hash a run's training and evaluation prompts, and hold generated texts out of training."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from areal_core.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A set of prompts, by its content or by what makes it."""
+    """A set of prompts, identified by its content or by the settings that generate it."""
 
     name: str
-    digest: str  # hexadecimal; of a file its content's, else that of the settings that the prompts follow from
+    digest: str  # hexadecimal SHA-256 of the file's content, else of the settings that generate the prompts
     source: str
     context: str  # training or evaluation
 
 
 def data_set(config: RunConfig, context: Literal["training", "evaluation"]) -> DataSet:
-    """The prompts that a run trains on, or those that its versions are scored on."""
+    """Describe the prompts that a run trains on, or those that its versions are evaluated on."""
     task = config.task
     path = task.path if context == "training" else task.held_out_path
     made = f"{task.name} {task.dataset or ''} {task.dataset_options}".strip()
@@ -43,7 +43,7 @@ def data_set(config: RunConfig, context: Literal["training", "evaluation"]) -> D
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """The hash of the prompts' texts, gold answers and rows, in their order."""
+    """Hash the prompts' texts, gold answers and rows, in order (SHA-256)."""
     content = hashlib.sha256()
     for prompt in prompts:
         content.update(f"{prompt.prompt_id} {prompt.answer}\n".encode())
@@ -52,7 +52,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def check_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises ConfigError for a file that gives other prompts than `before`. Both are digests by setting."""
+    """Raise ConfigError if a file yields other prompts than before. Both arguments are digests by setting."""
     for setting, digest in now.items():
         if before.get(setting, digest) != digest:
             raise ConfigError(
@@ -63,19 +63,19 @@ def check_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 T = TypeVar("T")
 
-SEED = 20250530  # of the draws that are held out: the set is the same for every run
-_DRAWS = 200  # for each that is held out, as one in ten is; a task that needs more has too few prompts
-HELD_OUT_SHARE = 0.1  # of hash space
+SEED = 20250530  # of the held-out draws: the held-out set is the same for every run
+_DRAWS = 200  # for each held-out prompt; one draw in ten is held out, so a task that needs more has too few prompts
+HELD_OUT_SHARE = 0.1  # share of the hash space
 
 
 def is_held_out(text: str) -> bool:
-    """Whether this prompt is reserved for evaluation: decided by its hash alone."""
+    """Whether this prompt is reserved for evaluation, decided only by its hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < HELD_OUT_SHARE * 2**64
 
 
 def reserved(draws: Iterable[tuple[str, T]], count: int, fits: Callable[[T], bool] = lambda drawn: True) -> list[T]:
-    """What is drawn with the first `count` distinct texts that are reserved and fit; fewer where draws are too much
-    alike."""
+    """Return the draws with the first `count` distinct texts that are reserved and fit.
+    Returns fewer if too many draws are alike."""
     found: dict[str, T] = {}
     for text, drawn in itertools.islice(draws, _DRAWS * count):
         if is_held_out(text) and text not in found and fits(drawn):

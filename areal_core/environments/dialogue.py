@@ -1,4 +1,4 @@
-"""How what a task asks becomes the tokens that the policy is fed: as it stands, or as messages of a chat."""
+"""Convert a task's text or chat messages into the prompt tokens of the policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import ChatTemplate, Message, Tokenizer
 
 Asked = str | tuple[Message, ...]
-"""What a task asks: a text, or messages of a chat that end on the user's."""
+"""Text of a task, or chat messages that end with the user's."""
 
-_COMPLETION = "-- what the policy answered --"  # stands for it in a template, which may trim blanks
+_COMPLETION = "-- what the policy answered --"  # placeholder for a completion in a template, which may trim white space
 
 
 class Dialogue:
-    """The messages of one task, in the format that `chat` names. Raises ConfigError where the model has no template,
-    ModelError for one that fails."""
+    """The messages of one task, in the format of the `chat` settings.
+
+    Raises ConfigError if the model has no template, ModelError if the template fails.
+    """
 
     def __init__(self, chat: ChatConfig, tokenizer: Tokenizer) -> None:
         if chat.enabled and tokenizer.chat is None:
@@ -29,8 +31,8 @@ class Dialogue:
         self._template = tokenizer.chat if chat.enabled else None
 
     def prompt(self, asked: Asked) -> tuple[int, ...]:
-        """The tokens of what a task asks, up to where the policy speaks. Messages that begin with a system prompt keep
-        it, whatever task.chat.system is."""
+        """Encode the prompt up to the policy's first token.
+        Messages with their own system prompt keep it, whatever task.chat.system is."""
         if self._template is None:
             return self._tokenizer.encode(as_text(asked), opening=True)
         messages = [_user(asked)] if isinstance(asked, str) else list(asked)
@@ -38,28 +40,30 @@ class Dialogue:
         return self._tokenizer.encode(self._render(self._template, [*opening, *messages]))
 
     def message(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a message that follows `after`, a completion: in a chat, all that the template has between an
-        answer and the next, but for the end token if the policy has sampled it."""
+        """Encode a message that follows the completion `after`.
+        In a chat this includes the template's tokens between two answers, except an end token that the policy
+        sampled."""
         if self._template is None:
             return self._tokenizer.encode(text)
         token_ids = self._following(self._template, _user(text))
         return token_ids[1:] if token_ids[:1] == tuple(after[-1:]) else token_ids
 
     def stop_token_ids(self, folder: str | Path) -> tuple[int, ...]:
-        """The tokens that end a completion: the model's end tokens. Where its chat template has none of them after an
-        answer, the first special token there too. Raises ModelError for end tokens that can't be read."""
+        """The tokens that end a completion: the model's end tokens.
+        If the chat template has none of them after an answer, the first special token there is added. Raises ModelError
+        for unreadable end tokens."""
         ends = stop_token_ids(folder)
         if self._template is None:
             return ends
         try:
             following = (*self._following(self._template), *self._following(self._template, _user("?")))
-        except ModelError:  # a template of one turn
+        except ModelError:  # the template supports only one turn
             return ends
         marks = [token for token in following if self._tokenizer.is_special(token)]
         return ends if {*ends}.intersection(marks) else (*ends, *marks[:1])
 
     def _following(self, template: ChatTemplate, *messages: Message) -> tuple[int, ...]:
-        """The tokens from an answer's end to where the policy speaks again, after these messages."""
+        """Encode the template's text between an answer and the policy's next turn, with these messages."""
         answered: Message = {"role": "assistant", "content": _COMPLETION}
         whole = self._render(template, [*self._opening(), _user("?"), answered, *messages])
         _, found, rest = whole.rpartition(_COMPLETION)
@@ -76,13 +80,13 @@ class Dialogue:
 
 
 def stops_by_task(config: RunConfig, tokenizer: Tokenizer, folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """The tokens that end a completion, by the names of the run's tasks. Raises ModelError for those that can't be
-    read."""
+    """The tokens that end a completion, by the names of the run's tasks.
+    Raises ModelError if they are unreadable."""
     return {name: Dialogue(its.task.chat, tokenizer).stop_token_ids(folder) for name, its in config.by_task.items()}
 
 
 def as_text(asked: Asked) -> str:
-    """The text alone, or what all messages say, with an empty line between two."""
+    """The text, or the contents of all messages, separated by empty lines."""
     return asked if isinstance(asked, str) else "\n\n".join(message["content"] for message in asked)
 
 

@@ -2,12 +2,12 @@
 
     rollout(task, policy) -> one or more token sequences, a reward
 
-A group is n rollouts of one task, side by side. An environment builds every prompt itself, the first one included. The
+A group is n concurrent rollouts of one task. An environment builds every prompt itself, including the first. The
 policy records prompts and completions, so that nothing is tokenised twice. Environments run in the workers of
-`areal_core.rewards`: one that blocks its worker or takes it down costs little more than its own group. Rollouts start
-again when their worker is lost, so side effects must be idempotent.
+`areal_core.rewards`. An environment that blocks or kills its worker costs little more than its own group. Rollouts
+start again when their worker is lost, so side effects must be idempotent.
 
-Two environments are here: one completion a rollout, and a second try after an incorrect first one.
+This module has two environments: one completion a rollout, and a second attempt after an incorrect first one.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ class Policy(Protocol):
         stop: Sequence[int] = (),
         trained: bool = True,
     ) -> Completion:
-        """A completion of `token_ids`, of at most `max_tokens` tokens; None: as many as there is `room` for. It ends
-        with an end token of the model or with one of `stop`, which it keeps. With `trained` False it stays out of the
-        loss.
+        """Sample a completion of `token_ids` with at most `max_tokens` tokens; None: as many as `room` allows.
 
-        The call is recorded. If `token_ids` begin with a recorded sequence, it continues that one, and the tokens
-        between are the environment's message. Otherwise they are the prompt of a new sequence. Several calls may wait
-        at the same time; each returns when its own completion has ended.
+        The completion ends with an end token of the model or with one of `stop`, which it keeps. With `trained` False
+        it stays out of the loss.
 
-        Raises RolloutLimitError where there is no room, or no turn left (`Environment.max_turns`). If the environment
-        does not catch it, the rollout ends there and is incorrect. Raises RewardError for `max_tokens` beyond the room.
+        The call is recorded. If `token_ids` begin with a recorded sequence, the call continues this sequence, and the
+        tokens between are the environment's message. Otherwise `token_ids` are the prompt of a new sequence. Several
+        calls may wait at the same time; each returns when its own completion has ended.
+
+        Raises RolloutLimitError if there is no room, or no turn left (`Environment.max_turns`). If the environment does
+        not catch it, the rollout ends and is incorrect. Raises RewardError if `max_tokens` exceeds the room.
         """
         ...
 
     def room(self, token_ids: Sequence[int]) -> int:
-        """Tokens that may follow `token_ids`. A sequence has at most task.max_new_tokens after its prompt, the
-        environment's messages included, and with it at most task.max_prompt_tokens + task.max_new_tokens."""
+        """Number of tokens that may follow `token_ids`.
+        A sequence has at most task.max_new_tokens after its prompt, including the environment's messages. With its
+        prompt it has at most task.max_prompt_tokens + task.max_new_tokens."""
         ...
 
     def earn(self, completion: Completion, reward: float) -> None:
-        """Add to the reward of the turn that sampled this completion, for algorithm.credit=turn."""
+        """Add to the reward of the turn that sampled `completion`, for algorithm.credit=turn."""
         ...
 
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -65,17 +67,17 @@ class Policy(Protocol):
 
 
 class Environment(ABC):
-    """One kind of rollout. Registered by name in `environments.registry`, or named by import path."""
+    """One kind of rollout. Registered by name in `environments.registry`, or given by import path."""
 
     opens_with_prompt: ClassVar[bool] = False
     """Whether the first turn of every rollout samples from `task.token_ids`, without `max_tokens` or `stop`. The
     controller then requests these turns at admission, and servers compute the prompt once."""
 
     max_turns: ClassVar[int] = 16
-    """Calls of `Policy.sample` of one rollout, beyond which it is over its limit."""
+    """Most calls of `Policy.sample` in one rollout; a further call exceeds the rollout's limit."""
 
     at_once: ClassVar[int | None] = None
-    """Rollouts that one worker runs at the same time; others queue. None: all."""
+    """Most rollouts that one worker runs at the same time; others queue. None: no limit."""
 
     def __init__(self, context: EnvContext) -> None:
         self.context = context
@@ -84,17 +86,18 @@ class Environment(ABC):
         """Called in every worker before its first rollout."""
 
     async def teardown(self) -> None:  # noqa: B027
-        """Called as a worker of the controller's machine ends in order. One that is killed does not call it."""
+        """Called when a worker on the controller's machine ends in order. A killed worker does not call it."""
 
     @abstractmethod
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
-        """One attempt at a task. Return `Rollout(reward=None, outcome=Outcome.FAILED)` to leave it out of training. An
-        exception fails the try of its whole group."""
+        """Make one attempt at a task.
+        Return `Rollout(reward=None, outcome=Outcome.FAILED)` to leave it out of training. An exception fails the
+        attempt of the whole group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvContext:
-    """What an environment is made from: its class is called with it."""
+    """The context passed to an environment's class: its settings, tokenizer and verifier."""
 
     environment: EnvironmentConfig
     task: TaskConfig
@@ -103,13 +106,13 @@ class EnvContext:
     dialogue: Dialogue
     verify: Verifier
     parts: Mapping[str, tuple[float, Verifier]] = field(default_factory=dict[str, tuple[float, Verifier]])
-    # more reward functions of environment.rewards, by name, with their coefficients
-    on_failure: Callable[[str], None] = lambda failure: None  # told what a verifier has failed with
+    # further reward functions of environment.rewards, by name, with their coefficients
+    on_failure: Callable[[str], None] = lambda failure: None  # called with each verifier failure
 
     async def judge(self, task: Prompt, completion: Completion) -> Verdict:
-        """The verdict on a completion, with the bonus that environment.rewards gives. One that ran into the length
-        limit is wrong, and is not verified unless environment.verify_truncated says so. A verifier or reward function
-        that fails has no result. Raises RewardError where it does."""
+        """Judge a completion, with the bonus from environment.rewards.
+        A truncated completion is incorrect, and is not verified unless environment.verify_truncated is set. If a
+        verifier or reward function fails, the verdict has no result. Raises RewardError if one of them does."""
         text, truncated = self.tokenizer.decode(completion.token_ids.tolist()), completion.finish_reason == "length"
         verdict = await Judge(self.environment, self.verify)(task, text, truncated=truncated)
         for name, (coefficient, function) in self.parts.items():
@@ -127,8 +130,8 @@ class EnvContext:
         return verdict
 
     def scored(self, verdict: Verdict, **metrics: float) -> Rollout:
-        """A rollout with the reward for this verdict and all sequences that were recorded. `metrics` become curves
-        under environment/."""
+        """Build a rollout with the reward for this verdict and all recorded sequences.
+        `metrics` become curves under environment/."""
         return Rollout(
             reward=None if verdict.score is None else self.reward(verdict.score) + verdict.bonus,
             outcome=verdict.outcome,
@@ -137,13 +140,13 @@ class EnvContext:
         )
 
     def reward(self, score: float) -> float:
-        """From algorithm.reward_incorrect for a score of 0 to algorithm.reward_correct for 1."""
+        """Interpolate from algorithm.reward_incorrect (score 0) to algorithm.reward_correct (score 1)."""
         wrong, right = self.algorithm.reward_incorrect, self.algorithm.reward_correct
         return wrong + score * (right - wrong)
 
 
 class SingleTurn(Environment):
-    """One completion a rollout. `algorithm.truncated` decides whether truncated ones are trained on."""
+    """One completion a rollout. `algorithm.truncated` decides whether to train on truncated ones."""
 
     opens_with_prompt = True
     max_turns = 1
@@ -154,11 +157,11 @@ class SingleTurn(Environment):
 
 
 class TwoTurn(Environment):
-    """prompt | first try | message | second try
+    """prompt | first attempt | message | second attempt
 
-    The first try stays in the trajectory, and in the loss: the reward is the rollout's.
-    A rollout that is right at the first try earns the full reward, at the second `environment.retry_score` of
-    it. A try that was cut off is wrong, and where no room is left for another the rollout ends there."""
+    The first attempt stays in the trajectory and in the loss; the reward is the rollout's. A correct first attempt
+    earns the full reward, a correct second one `environment.retry_score` of it. A truncated attempt is incorrect. If no
+    room is left for a second attempt, the rollout ends."""
 
     opens_with_prompt = True
     max_turns = 2
@@ -166,7 +169,7 @@ class TwoTurn(Environment):
     def __init__(self, context: EnvContext) -> None:
         super().__init__(context)
         self._message = context.environment.retry_message
-        context.dialogue.message(self._message, ())  # raises for what can't be spelt
+        context.dialogue.message(self._message, ())  # raises if the message can't be encoded
 
     async def rollout(self, task: Prompt, policy: Policy) -> Rollout:
         first = await policy.sample(task.token_ids)

@@ -1,8 +1,8 @@
-"""A language model as verifier: any server with OpenAI's chat completions scores an answer from 0 to 1.
+"""A language model as verifier, behind OpenAI's chat completions API; it scores answers from 0 to 1.
 
     environment.verifier=judge environment.judge.url=http://127.0.0.1:8000/v1 environment.judge.model=name
 
-A request that fails is repeated. A judge that stays away, or gives no score, is no result, never a score of 0.
+Failed requests are repeated. A judge that is unreachable or gives no score means no result, never a score of 0.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ConfigError
 from areal_core.types import Outcome, Prompt
 
-_SCORE = re.compile(r"(?<![\w.,/+%-])(?<!of )(?<!to )(0?\.[0-9]+|0|1(?:\.0*)?)[\s.*_`]*\Z")  # where a reply ends
-_KEPT = 4096  # verdicts that a worker remembers
-_AGAIN_S, _LONGEST_S = 0.5, 30.0  # before the second try, twice as long before each later one; at most
-_REPEATED = (408, 409, 429, *range(500, 600))  # statuses that may be others the next time
+_SCORE = re.compile(r"(?<![\w.,/+%-])(?<!of )(?<!to )(0?\.[0-9]+|0|1(?:\.0*)?)[\s.*_`]*\Z")  # at the end of a reply
+_KEPT = 4096  # verdicts that a worker caches
+_AGAIN_S, _LONGEST_S = 0.5, 30.0  # wait before the second attempt, doubled for each later one; longest wait
+_REPEATED = (408, 409, 429, *range(500, 600))  # statuses worth another attempt
 
 
 class LanguageModelJudge:
-    """The verifier `judge`. Raises ConfigError for settings that can't work."""
+    """The verifier `judge`. Raises ConfigError for incomplete or invalid settings."""
 
-    bounded = True  # each request by timeout_s
+    bounded = True  # limits each request by timeout_s itself
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._config = its = environment.judge
@@ -45,20 +45,20 @@ class LanguageModelJudge:
             self._template = SandboxedEnvironment().from_string(its.prompt)
         except TemplateError as error:
             raise ConfigError(f"environment.judge.prompt: {error}, in {its.prompt!r}") from error
-        self._client: httpx.AsyncClient | None = None  # of the event loop that asks first
+        self._client: httpx.AsyncClient | None = None  # created in the event loop of the first request
         self._free = asyncio.Semaphore(its.at_once)
-        self._next_s = 0.0  # time of the loop before which no request may leave
+        self._next_s = 0.0  # event-loop time of the next allowed request
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Event] = {}  # set once the request has ended
+        self._asking: dict[bytes, asyncio.Event] = {}  # requests in flight; set when they have ended
 
     async def __call__(self, task: Prompt, completion: str) -> Verdict:
         asked = self._template.render(task=task, row=task.row, answer=task.answer, completion=completion)
         name = hashlib.blake2b(asked.encode(errors="surrogatepass")).digest()
-        while (asking := self._asking.get(name)) is not None:  # an equal request
+        while (asking := self._asking.get(name)) is not None:  # an equal request is in flight
             await asking.wait()
         if (known := self._known.get(name)) is not None:
             self._known.move_to_end(name)
-            return replace(known, metrics=dict.fromkeys(known.metrics, 0.0))  # it costs nothing
+            return replace(known, metrics=dict.fromkeys(known.metrics, 0.0))  # a cached verdict costs nothing
         self._asking[name] = asyncio.Event()
         try:
             async with self._free:
@@ -114,8 +114,8 @@ class LanguageModelJudge:
 
 
 def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verdict:
-    """The number from 0 to 1 that the judge's reply ends on. Raises ValueError where there is none, and others for what
-    is no response."""
+    """Parse the number from 0 to 1 at the end of the judge's reply.
+    Raises ValueError if there is none, and other errors for an invalid response."""
     text, used = answer["choices"][0]["message"]["content"], answer.get("usage")
     if (found := _SCORE.search(text)) is None:
         raise ValueError(f"it has written {text[:200]!r}, which ends on no number from 0 to 1")
@@ -129,7 +129,7 @@ def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verd
 
 
 def _seconds(text: str | None) -> float:
-    """Of a Retry-After header; 0 for none, and for a date."""
+    """Seconds of a Retry-After header, at most _LONGEST_S; 0 for none or a date."""
     try:
         return min(_LONGEST_S, max(0.0, float(text or 0.0)))
     except ValueError:

@@ -1,11 +1,11 @@
-r"""Mathematical answers: what a completion concludes, and whether that equals the gold answer.
+r"""Mathematical answers: extract the conclusion of a completion, and compare it with the gold answer.
 
-    conclusion(text) -> the answer that a text ends on, as it stands there
+    conclusion(text) -> the final answer of a text, as written
     compared(gold, answer) -> whether they are equal
 
-Lists, sets, tuples, intervals, matrices, equations and quantities with units are compared part by part. Plain numbers
-are compared here, exactly; formulas by `areal_core.environments.algebra`. What neither can read equals its own text
-alone.
+Lists, sets, tuples, intervals, matrices, equations and quantities with units are compared part by part. This module
+compares plain numbers exactly; `areal_core.environments.algebra` compares formulas. A part that neither can parse
+equals only its own text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from areal_core.environments import algebra
 from areal_core.environments.quantities import DIGITS, measured, number, rounds, same_number, times, unit_at_start
 from areal_core.environments.spelling import normalised
 
-_LAST = 4000  # characters of a completion that are searched for its conclusion
-_ALONE = 200  # characters of a text that may be an answer and nothing else
-_BOXES = 20  # boxes that may hold one answer together
+_LAST = 4000  # characters at the end of a completion that are searched for its conclusion
+_ALONE = 200  # most characters of a text that may be an answer by itself
+_BOXES = 20  # most boxes that may form one answer
 
 _COMMAND = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"\b(?!and\b|sin\b|cos\b|tan\b|log\b|exp\b|sqrt\b)[a-zA-Z]{3,}|\b(?:it|is|so|we)\b", re.IGNORECASE)
@@ -34,7 +34,7 @@ _ANSWER = re.compile(
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BOXED_WORD = re.compile(r"\\boxed\s*+(?!\{)([^\s$]*)")
-_BETWEEN = re.compile(  # boxes or formulas that are one answer together
+_BETWEEN = re.compile(  # text between boxes or formulas that form one answer
     r"(?:[\s$,;/]|\\\\|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly)(?![a-zA-Z]))*+"
 )
 _OR = re.compile(r"\s*,?\s*or\s+")
@@ -48,13 +48,15 @@ _IN_WORDS = re.compile(rf"(?<![\w.])[-+\u2212]?(?:[$€£]\s?)?(?:{DIGITS})(?:[e
 
 _VALUE = re.compile(rf"{_MATH.pattern}|({_IN_WORDS.pattern})", re.DOTALL)
 
-Span = tuple[int, int, str]  # where something begins and ends in a text, and its content
+Span = tuple[int, int, str]  # start and end in a text, and the content
 
 
 def conclusion(text: str) -> str | None:
-    r"""The answer that a text ends on: its last `\boxed{...}`; else its last <answer>, what follows its last `####`, or
-    the last "answer is"; else its last formula or number. Of a text that ends its thoughts with </think>, the rest
-    counts. "" for a box that is not closed, None where there is nothing of these."""
+    r"""Extract the final answer of a text; None if it has none.
+
+    The answer is the last `\boxed{...}`. Without one, it is the last <answer> or the text after the last `####`.
+    Without these, it follows the last "answer is", or is the last formula or number. If the text has </think>, only the
+    text after it counts. An unclosed box gives ""."""
     after = text.rpartition("</think>")[2]
     text = after if after.strip() else text
     if (marked := _marked(text)) is not None:
@@ -69,7 +71,7 @@ def conclusion(text: str) -> str | None:
 
 
 def gold_answer(field: str) -> str | None:
-    """The gold answer in a field of a data set, which holds it alone, or a solution that ends on it."""
+    """Extract the gold answer from a data field: the answer itself, or a solution that ends with it."""
     marked, field = _marked(field), field.strip()
     if marked is not None:
         return marked or None
@@ -89,7 +91,7 @@ def _marked(text: str) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[Span]:
-    """The boxes of a text, the last one first. One that is not closed is empty."""
+    """The boxes of a text, the last one first. An unclosed box is empty."""
     at = len(text)
     while (at := text.rfind(r"\boxed", 0, at)) >= 0:
         word = _BOXED_WORD.match(text, at)
@@ -107,7 +109,7 @@ def _boxes(text: str) -> Iterator[Span]:
 
 
 def _joined(text: str, spans: Sequence[Span], between: re.Pattern[str]) -> list[str]:
-    """The content of the first span, and of those behind it in a row with nothing but a joint between them."""
+    """The content of the first span, and of later spans in a row that only a joint separates."""
     row = list(spans[:1])
     for pair in itertools.pairwise(spans):
         (_, end, _), (start, _, _) = sorted(pair)
@@ -118,8 +120,8 @@ def _joined(text: str, spans: Sequence[Span], between: re.Pattern[str]) -> list[
 
 
 def _sentence(text: str) -> str | None:
-    """The answer in the rest of a sentence that says "the answer is": its first formulas, else its first value. The
-    whole of it, if it names several."""
+    """Extract the answer after "the answer is": the sentence's first formulas, else its first value.
+    If the sentence names several answers, return all of it."""
     line = re.split(r"\.(?:\s|$)|;\s|\n\s*\n|\u3002", text.strip(), maxsplit=1)[0].strip().strip("*").strip()
     line = re.split(r",\s+(?:I|as|since|because|which)\b", line, maxsplit=1)[0]
     if option := _OPTION.match(line):
@@ -139,7 +141,7 @@ def _sentence(text: str) -> str | None:
 
 
 def _last_value(text: str) -> str | None:
-    """The last formula or number; with those before it that "or" joins to it."""
+    """The last formula or number, with earlier ones that "or" joins to it."""
     spans = _spans(_VALUE, text)[::-1]
     return ", ".join(_joined(text, spans, _OR)) + unit_at_start(text[spans[0][1] :]) if spans else None
 
@@ -179,7 +181,7 @@ Parts = tuple[str, ...]
 
 
 def balanced(text: str) -> bool:
-    """Whether brackets pair up, those of half-open intervals in any mixture, and are not nested too deeply."""
+    """Whether brackets pair up, are not nested too deeply, and may mix as in half-open intervals."""
     depth, braces = 0, 0
     for character in text:
         braces += (character == "{") - (character == "}")
@@ -190,7 +192,7 @@ def balanced(text: str) -> bool:
 
 
 def compared(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold one. Both as `conclusion` gives them."""
+    """Whether an answer equals the gold answer. Both must come from `conclusion`."""
     expected, found = number(gold), number(answer)
     if expected is not None and found is not None:
         return same_number(expected, found)
@@ -229,7 +231,7 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without brackets around all of it, and without the variable of "x in"."""
+    """Remove brackets around the whole text, and the variable of "x in"."""
     text = text.strip()
     if found := _IN.match(text):
         text = text[found.end() :]
@@ -243,13 +245,13 @@ def _bare(text: str) -> str:
 
 
 def _tight(text: str) -> str:
-    """Without spaces, but for those that end a command or a number; x^{2} as x^2."""
+    """Remove spaces, except between a command or number and a letter or digit; write x^{2} as x^2."""
     text = re.sub(r"(\\[a-zA-Z]+|\d)\s+(?=[a-zA-Z\d])", "\\1\0", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", re.sub(r"\s+", "", text))
 
 
 def _same_words(gold: str, answer: str) -> bool:
-    """Whether two texts are the same words, in upper or lower case. Symbols keep theirs."""
+    """Whether two texts are the same words, ignoring case. Symbols keep their case."""
     one, other = (re.sub(r"^(?:the|an?) |[.'\"]", "", " ".join(text.lower().split())) for text in (gold, answer))
     if one != other or not re.fullmatch(r"[a-z][a-z -]*", one):
         return False
@@ -257,7 +259,7 @@ def _same_words(gold: str, answer: str) -> bool:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[Parts, Parts]:
-    """The parts of a text at the separators that are in no brackets, and these."""
+    """Split a text at separators outside brackets. Returns the parts and the separators."""
     shape = text.replace(r"\begin", "(-----").replace(r"\end", ")---")
     depths = list(itertools.accumulate(((one in "([{") - (one in ")]}") for one in shape), initial=0))
     parts, separators, start = [], [], 0
@@ -294,7 +296,8 @@ class _Range:
 
 
 def _ranges(text: str) -> list[_Range] | None:
-    """Intervals, from any spelling of them: brackets, inequalities, a set with a condition."""
+    """Parse intervals in any notation: brackets, inequalities, a set with a condition.
+    None for other texts."""
     text = _bare(text)
     if removed := _REALS.fullmatch(text):
         return _without(_split(removed[1], _SEPARATOR)[0] if removed[1] else ())
@@ -343,7 +346,7 @@ def _inequality(text: str) -> list[_Range] | None:
 
 
 def _both(listed: list[_Range]) -> list[_Range]:
-    """Two rays that meet are one interval."""
+    """Merge two rays that overlap into one interval."""
     above, below = (
         [one for one in listed if one.ends[place] == end] for place, end in ((1, r"\infty"), (0, r"-\infty"))
     )
@@ -396,7 +399,7 @@ def _matrix(found: re.Match[str]) -> tuple[str, Parts]:
 
 
 def _expanded(parts: Parts) -> Parts:
-    r"""Values, and two for each with one \pm, or with \mp."""
+    r"""Expand values: two for each with one \pm, or with \mp."""
     return tuple(
         part.replace(r"\pm", one).replace(r"\mp", other)
         for part in parts
@@ -415,7 +418,7 @@ def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
     if counts == (1, 1) and names != other_names:
         return False
     if {kind, other} == {"list", "()"} and 1 in counts:
-        return False  # the values of one symbol are no point
+        return False  # the values of one symbol are not a point
     mine, others = (
         tuple(part.partition("=")[2] if _name(part) else part for part in parts) for parts in (mine, others)
     )
@@ -426,7 +429,7 @@ def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
 
 
 def _name(text: str) -> str | None:
-    """The symbol that a text gives a value to."""
+    """The symbol to which an equation assigns a value; None for other texts."""
     terms, signs = _split(text, _RELATION)
     return terms[0] if signs == ("=",) and _VARIABLE.fullmatch(terms[0]) else None
 
@@ -452,19 +455,19 @@ def _same_relation(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bo
 
 
 def _factor(ours: Parts, theirs: Parts) -> int:
-    """The sign of `algebra.factor`, for two equations or inequalities of two sides; 0 for longer ones."""
+    """The sign of `algebra.factor` for two equations or inequalities of two sides; 0 for longer ones."""
     return algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) if len(ours) == len(theirs) == 2 else 0
 
 
 def _is_named(name: str, last: str) -> bool:
-    """Whether an equation gives a value to a name, such as a symbol or f(x); or to a number."""
+    """Whether an equation gives a value to a name, such as a symbol or f(x), or to a number."""
     is_product = re.search(r"[-+*/^]|\\sqrt|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", name))
     is_word = last.isalpha() and len(last) > 2
     return not is_word and (algebra.value(name) is not None or (_is_name(name) and not is_product))
 
 
 def _is_name(text: str) -> bool:
-    """Whether a text may be the name of what follows "=": letters, and no number but as an index or argument."""
+    """Whether a text may be a name before "=": letters, and digits only in indices or arguments."""
     if text in ("e", "i"):
         return True
     if not re.search(r"[a-zA-Z]", text) or algebra.value(text) is not None:
@@ -473,12 +476,12 @@ def _is_name(text: str) -> bool:
 
 
 def _stripped(text: str) -> str:
-    """Without indices and the arguments of functions."""
+    """Remove indices and the arguments of functions."""
     return re.sub(r"_\{[^{}]*\}|_\w|\([^()]*\)", "", text)
 
 
 def _concludes(gold: str, terms: Parts, signs: Parts) -> bool:
-    """Whether a chain of equations is true, and the gold answer a part of it. It may begin, or end, with a name."""
+    """Whether a chain of equations is true and includes the gold answer. It may begin or end with a name."""
     if terms[0] == "" or (_is_name(terms[0]) and not algebra.symbols(_stripped(terms[0])) & algebra.symbols(gold)):
         terms, signs = terms[1:], signs[1:]
     elif len(terms) == 2 and _VARIABLE.fullmatch(terms[1]) and not algebra.symbols(gold):
@@ -497,9 +500,9 @@ def _near(precise: str, rounded: str) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    if based := re.fullmatch(r"(\d\w*)_\{\d+\}", gold):  # an answer may leave out the base
+    if based := re.fullmatch(r"(\d\w*)_\{\d+\}", gold):  # an answer may omit the base
         return answer.lstrip("0") == based[1]
-    if gold in _SHORT_WORDS.split():  # no product of symbols
+    if gold in _SHORT_WORDS.split():  # a word, not a product of symbols
         return False
     value, unit = measured(gold)
     other, other_unit = measured(answer)
@@ -514,7 +517,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _equal(one: str, other: str) -> bool:
-    """Whether two formulas are equal, or one rounds to the other, which is a long decimal."""
+    """Whether two formulas are equal, or one is a long decimal to which the other rounds."""
     first, second = number(one), number(other)
     if first is not None and second is not None:
         return same_number(first, second)

@@ -1,6 +1,6 @@
-"""Tasks of reasoning-gym: prompts that it generates without end, and its own verifiers of their answers.
+"""Tasks of reasoning-gym: an endless stream of generated prompts, and reasoning-gym's own verifiers.
 
-Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is kept out of training.
+Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is held out of training.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from areal_core.errors import ConfigError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 
-_DRAWS = 64  # of one training prompt, of which the first that is not held out counts; one in ten is
+_DRAWS = 64  # draws for one training prompt; the first that is not held out counts, and one in ten is held out
 _OPENING, _CLOSING = "<answer>", "</answer>"
-_CPU_LIMIT_S = 2.0  # of one answer
+_CPU_LIMIT_S = 2.0  # CPU limit of one answer
 
 
 class ProceduralSource:
-    """Prompts of one data set of reasoning-gym, an endless stream. Raises ConfigError for one that does not exist, or
-    not so."""
+    """An endless stream of prompts of one reasoning-gym data set.
+
+    Raises ConfigError if the data set does not exist or rejects its options.
+    """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        assert config.task.dataset is not None  # config.load sees to it
+        assert config.task.dataset is not None  # config.load ensures this
         self._task, self._dialogue = config.task, Dialogue(config.task.chat, tokenizer)
         self._training_seed = int.from_bytes(hashlib.sha256(f"training/{config.seed}".encode()).digest()[:4])
         self._held_out = self._draw_held_out()
 
     def prompt(self, index: int) -> Prompt:
-        """Raises ConfigError where task.max_prompt_tokens has room for none of its draws."""
+        """Generate a training prompt.
+        Raises ConfigError if none of its draws fits into task.max_prompt_tokens."""
         for draw in range(_DRAWS * index, _DRAWS * (index + 1)):
             prompt = self._prompt(index, self._training_seed, draw)
             if not is_held_out(prompt.text) and self._fits(prompt):
@@ -51,7 +54,7 @@ class ProceduralSource:
         return list(self._held_out)
 
     def _draw_held_out(self) -> list[Prompt]:
-        """The first distinct reserved prompts under a fixed seed."""
+        """The first distinct reserved prompts under a fixed seed. Raises ConfigError if there are too few."""
         task, of = self._task, (self._task.dataset or "", self._task.dataset_options, SEED)
         draws = ((entry(*of, draw)["question"], draw) for draw in itertools.count())
         found = reserved(draws, task.held_out, lambda draw: self._fits(self._prompt(0, SEED, draw)))
@@ -80,21 +83,23 @@ class ProceduralSource:
 
 
 def procedural(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
-    """The score that the task's own data set gives to the completion's answer (`reading`). Right is what it gives 1."""
+    """Score the completion's answer (`reading`) with the data set's own scorer.
+    Only a score of 1 is correct."""
     told = json.loads(task.answer)
     answer = reading(completion, lines=len(str(told["answer"]).strip().splitlines()))
     if answer is None:
         return Verdict.of(Outcome.NO_ANSWER)
     reply = _scores(isolation).ask(told, answer)
-    if reply.status != "done":  # raised: the data set has no score for it
+    if reply.status != "done":  # raised: the data set can't score the answer
         return Verdict.of(Outcome.UNPARSABLE if reply.status == "raised" else Outcome.TIMED_OUT, answer)
     score = min(max(0.0, reply.value), 1.0) if isinstance(reply.value, float) else 0.0
     return Verdict(Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT, score, answer)
 
 
 def procedural_share(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
-    """As `procedural`, but an answer that holds the gold one scores at least the gold answer's share of its characters:
-    a first reward for a policy that answers in sentences."""
+    """Score as `procedural`, but raise the score of an answer that contains the gold answer.
+    It scores at least the gold answer's share of its characters, a first reward for a policy that answers in
+    sentences."""
     verdict, gold = procedural(task, completion, isolation), json.loads(task.answer)["answer"]
     if not gold or gold not in (verdict.answer or ""):
         return verdict
@@ -107,8 +112,8 @@ def _scores(isolation: str) -> ForkServer:
 
 
 def reading(completion: str, lines: int = 1) -> str | None:
-    """The answer of a completion: the text in its last <answer> tags, or else its last lines, as many as the gold
-    answer has. None: the completion is blank."""
+    """Extract a completion's answer: the text in its last <answer> tags, or else its last lines.
+    The number of `lines` is that of the gold answer. None: the completion is blank."""
     tagged, end = None, 0
     while (start := completion.find(_OPENING, end)) >= 0 and (end := completion.find(_CLOSING, start)) >= 0:
         tagged = completion[start + len(_OPENING) : end]
@@ -122,8 +127,8 @@ _entries = ForkServer("areal_core.environments.procedural_scores:Entries", cpu_s
 
 @functools.lru_cache(maxsize=1024)
 def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
-    """Question, answer and metadata of one entry, the same in every process: some depend on the hash seed, which is the
-    fork server's. Raises ConfigError for a data set or options that make no entry."""
+    """Question, answer and metadata of an entry, equal in every process; some depend on the hash seed.
+    Raises ConfigError if the data set or the options make no entry."""
     try:
         return pickle.loads(base64.b85decode(_entries.prepared([dataset, options, seed, draw])))
     except RewardError as error:

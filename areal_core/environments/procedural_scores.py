@@ -1,6 +1,6 @@
-"""Entries and scores of reasoning-gym's data sets, two scorers of `areal_core.environments.fork_server`.
+"""Generate entries of reasoning-gym's data sets, and score answers: two scorers for `fork_server`.
 
-It imports little: every library that is open makes each fork dearer.
+Imports are few, because every loaded library makes each fork more expensive.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import yaml
 
 from areal_core.errors import ConfigError
 
-_SIZE = 2**40  # that a data set is told to have; it makes each entry from seed and index alone
-_SIZES = {  # of data sets that draw for all of their entries when they are made; primes, as draws have factors of 2
+_SIZE = 2**40  # nominal size of a data set, which makes each entry only from seed and index
+_SIZES = {  # of data sets that draw for all entries at creation; primes, because draws have factors of 2
     "acre": 4093, "gsm_symbolic": 1048573, "list_functions": 1048573, "word_ladder": 16381,
 }  # fmt: skip
-_NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attributes, statements
+_NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attributes and statements
 _FORMULA_NAMES = """
     Symbol Function Integer Float Rational Abs sign sqrt cbrt root exp log ln factorial binomial floor ceiling pi E I oo
     sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth erf
     Pow Add Mul
-"""  # what a formula may name; any other name is a symbol, or a function that is not evaluated
-_EVALUATING = (  # modules whose score_answer calls eval on an answer, for a Python literal
+"""  # names allowed in a formula; any other name is a symbol, or a function that is not evaluated
+_EVALUATING = (  # modules whose score_answer calls eval on an answer to read a Python literal
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
 _DRAWING = (
@@ -41,13 +41,16 @@ _DRAWING = (
 
 
 class Scores:
-    """The scores of data sets, a scorer of `areal_core.environments.fork_server`: nine data sets evaluate an answer as
-    Python, four by `eval`, five by SymPy's parser. Here these read literals, and formulas, alone."""
+    """Score answers; a scorer for `areal_core.environments.fork_server`.
+
+    Nine data sets evaluate an answer as Python: four by `eval`, five by SymPy's parser. This class restricts them to
+    literals and formulas.
+    """
 
     def __init__(self) -> None:
         parser = importlib.import_module("sympy.parsing.sympy_parser")
         sympy = importlib.import_module("sympy")
-        # The parser's own names would reach all of Python.
+        # The parser's default names would give access to all of Python.
         names = {name: getattr(sympy, name) for name in _FORMULA_NAMES.split()}
         names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min, "abs": abs, "pow": pow, "round": round}
         parse = parser.parse_expr
@@ -63,12 +66,12 @@ class Scores:
         for module in _EVALUATING:
             vars(importlib.import_module(f"reasoning_gym.{module}"))["eval"] = ast.literal_eval
         halting = importlib.import_module("reasoning_gym.algorithmic.game_of_life_halting")
-        vars(halting)["bool"] = str.lower  # its score takes every text for True
+        vars(halting)["bool"] = str.lower  # the original takes every text for True
         for formula in ("1 + 2*3", "x**2/2 - sin(x)"):
             float(parse_formula(formula, {"x": names["Integer"](1)}))
 
     def prepare(self, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """A data set and one of its entries, from name, options, seed and draw."""
+        """Create a data set and one of its entries, from name, options, seed and draw."""
         names = task["dataset"], task["options"], task["seed"]
         made = entry(*names, task["draw"])
         if made["answer"] != task["answer"]:
@@ -81,15 +84,15 @@ class Scores:
 
 
 class Entries:
-    """The entries themselves. They are prepared, and there is nothing to judge."""
+    """Generate entries in `prepare`; there are no answers to judge."""
 
     def prepare(self, task: tuple[str, str, int, int]) -> str:
-        """An entry, pickled, from data set, options, seed and draw."""
+        """Generate an entry from data set, options, seed and draw. Returns it pickled, in base 85."""
         return base64.b85encode(pickle.dumps(entry(*task))).decode()
 
 
 class _Undrawn(ModuleType):
-    """In place of a library that draws, which no score needs: whatever is imported from it is None."""
+    """Replaces a drawing library, which no score needs: every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -98,10 +101,11 @@ class _Undrawn(ModuleType):
 
 @functools.lru_cache(maxsize=1024)
 def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
-    """Question, answer and metadata of one entry. Some also depend on PYTHONHASHSEED: `procedural.entry` sets it."""
-    random.seed(f"{seed}/{draw}")  # list_functions draws from it
+    """Generate question, answer and metadata of one entry.
+    Some also depend on PYTHONHASHSEED; see `procedural.entry`."""
+    random.seed(f"{seed}/{draw}")  # list_functions draws from the global generator
     made: dict[str, Any] = _dataset(dataset, options, seed)[draw % _SIZES.get(dataset, _SIZE)]
-    if dataset == "intermediate_integration" and "Integral(" in made["answer"]:  # it restates the question
+    if dataset == "intermediate_integration" and "Integral(" in made["answer"]:  # the answer only restates the question
         sympy, told = importlib.import_module("sympy"), made["metadata"]
         x = sympy.Symbol(told["variable"])
         made["answer"] = f"{sympy.integrate(sympy.parse_expr(told['integrand'], {str(x): x}), x)} + C"
@@ -121,11 +125,11 @@ def _dataset(name: str, options: str, seed: int) -> Any:
 
 
 def _reasoning_gym() -> tuple[Any, Any]:
-    """The package, and its data sets by name."""
+    """The package reasoning_gym, and its data sets by name. Raises ConfigError if it is not installed."""
     for module in _DRAWING:
         sys.modules.setdefault(module, _Undrawn(module))
     try:
-        package = importlib.import_module("reasoning_gym")  # most of a second
+        package = importlib.import_module("reasoning_gym")  # takes most of a second
         return package, importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Programs as answers: whether the one in a completion passes its task's tests.
+"""Programs as answers: run the program in a completion against its task's tests.
 
     Programs(config)(task, completion) -> Verdict
 
@@ -8,8 +8,8 @@
     {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     a function, or a method of a class Solution
     {"entry_point": "add", "prompt": "def add...", "test": "def check(candidate): ..."}    HumanEval's
 
-What is expected never is where the program is. A script's output and a function's results are compared here, as text
-and as JSON; HumanEval's `check` runs in a sandbox of its own, and its calls travel to the program's.
+The program's sandbox never contains the expected results. This module compares a script's output as text, and a
+function's results as JSON. HumanEval's `check` runs in its own sandbox, and its calls are forwarded to the program's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from areal_core.types import Outcome, Prompt
 
 logger = logging.getLogger(__name__)
 
-_SPARE_BYTES = 2**20  # that a program may print or return beyond what is expected
+_SPARE_BYTES = 2**20  # bytes that a program may print or return beyond the expected size
 _ANSWER = re.compile(r"(?<!['\"])<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _BLOCK = re.compile(
     r"""(?:(^[ \t]*+(?:(?:[-*+>]|\d++[.)])[ \t]++)?)|(?<![`~'"]))  # a new line or list item, or behind other text
@@ -44,21 +44,21 @@ _BLOCK = re.compile(
 )
 _PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
-_RELATIVE, _ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")  # numpy.allclose's, which APPS compares by
-_MOST, _FLOAT = Decimal("0.01"), Decimal("1e-15")  # the most that these may allow; and what a float's rounding does
-_DECIMALS = 5  # from which on an expected number counts as rounded to what is written
+_RELATIVE, _ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")  # tolerances of numpy.allclose, with which APPS compares
+_MOST, _FLOAT = Decimal("0.01"), Decimal("1e-15")  # largest absolute tolerance; relative rounding error of a float
+_DECIMALS = 5  # with so many decimals, an expected number counts as rounded to its last digit
 _FOUND = {status: Outcome(status) for status in (Status.UNPARSABLE, Status.TIMED_OUT, Status.FAILED)}
 
 
 class Scripts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script reads, and what it is to print."""
+    """Inputs for a script, and the outputs that it must print."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a function, and what it is to return."""
+    """Arguments for a function, and the results that it must return."""
 
     fn_name: str
     inputs: tuple[list[Any], ...]
@@ -66,15 +66,15 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A program whose `check(candidate)` raises where the candidate is wrong."""
+    """A program whose `check(candidate)` raises if the candidate is incorrect."""
 
     entry_point: str
-    prompt: str  # the beginning of the function, and what it may call
+    prompt: str  # beginning of the function, and helpers that it may call
     test: str
 
 
 class Programs:
-    """The verifier `code`. Raises ConfigError where programs can't be run as environment.sandbox says."""
+    """The verifier `code`. Raises ConfigError if environment.sandbox does not work on this machine."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
@@ -84,9 +84,11 @@ class Programs:
         self._sandbox.check()
 
     def __call__(self, task: Prompt, completion: str) -> Verdict:
-        """RIGHT for a program that passes all tests; TIMED_OUT for one that takes too much time, of the wall clock's in
-        two sandboxes; WRONG also for one that takes too much of anything else. FAILED is what the machine is to blame
-        for, and a task whose tests can't be read."""
+        """Judge the program in a completion.
+
+        CORRECT: it passes all tests. TIMED_OUT: it exceeds its CPU time, or its wall time in two attempts. INCORRECT:
+        it fails a test or exceeds another limit. UNPARSABLE: it does not compile. NO_ANSWER: the completion is prose.
+        FAILED: the machine failed, or the task's tests are unreadable."""
         try:
             tests = read_tests(task.answer)
         except ValueError as error:
@@ -97,14 +99,15 @@ class Programs:
         judged_by = {Scripts: self._scripts, Calls: self._calls, Check: self._check}
         run: Callable[..., Outcome | None] = judged_by[type(tests)]
         readings = [source, textwrap.dedent(source), source.strip()]
-        tries = (run(readings, tests) for _ in range(2))  # the wall time of one may be a busy machine's
+        tries = (run(readings, tests) for _ in range(2))  # a busy machine may exhaust one attempt's wall time
         found = next((outcome for outcome in tries if outcome is not None), Outcome.TIMED_OUT)
         if found is Outcome.UNPARSABLE and block is None and not _BLOCK.search(completion):
-            found = Outcome.NO_ANSWER  # prose; a block of another language is an answer
+            found = Outcome.NO_ANSWER  # prose; a block in another language is an answer
         return Verdict.of(found)
 
     def _scripts(self, sources: Sequence[str], tests: Scripts) -> Outcome | None:
-        """One sandbox a test, one budget for all. None, here and below: it is out of wall time."""
+        """Run one sandbox for each test, with one time budget for all.
+        None, here and below: wall time is exhausted."""
         wall_s = cpu_s = 0.0
         source, *others = sources
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):
@@ -131,10 +134,11 @@ class Programs:
         return Outcome.CORRECT
 
     def _check(self, sources: Sequence[str], tests: Check) -> Outcome | None:
-        """The checker's calls go to the program, and the program's values to the checker, which alone reads them."""
+        """Forward the checker's calls to the program, and its values back.
+        Only the checker evaluates the values."""
         both = {"before": tests.prompt, "entry": tests.entry_point}
         readings = list(sources)
-        whole = f"def {tests.entry_point}" in sources[0]  # or what follows the prompt
+        whole = f"def {tests.entry_point}" in sources[0]  # the sources define the function, or continue the prompt
         readings.insert(len(sources) if whole else 1, tests.prompt + sources[0])
         asked = {**both, "kind": "serve", "sources": readings}
         limits = self._limits(0)
@@ -157,7 +161,7 @@ class Programs:
             return Outcome.INCORRECT if call == "failed" else _ended(checker, call)
 
     def _limits(self, expected_bytes: int, cpu_s: float = 0.0, wall_s: float = 0.0) -> Limits:
-        """What is left of a program's time after these seconds."""
+        """Limits for the next run, after the given seconds of CPU and wall time."""
         return Limits(
             cpu_s=self._config.program_cpu_s - cpu_s,
             wall_s=self._config.program_wall_s - wall_s,
@@ -166,7 +170,7 @@ class Programs:
 
 
 def _ended(running: Running, said: str | None) -> Outcome | None:
-    """Of a program that says no more, or what it should not."""
+    """Outcome of a program that sent nothing more, or an invalid line; None if wall time is exhausted."""
     if said == "unparsable":
         return Outcome.UNPARSABLE
     return Outcome.INCORRECT if said else _of(running.finish())
@@ -177,7 +181,7 @@ def _of(result: Result) -> Outcome | None:
 
 
 def read_tests(answer: str) -> Scripts | Calls | Check:
-    """The tests of a task. Raises ValueError for what has none of the three forms."""
+    """Parse the tests of a task. Raises ValueError if they have none of the three forms."""
     given = json.loads(answer, object_hook=_with_integer_keys)
     if not isinstance(given, dict):
         raise ValueError("no JSON object")
@@ -189,15 +193,15 @@ def read_tests(answer: str) -> Scripts | Calls | Check:
 
 
 def _with_integer_keys(table: dict[str, Any]) -> dict[Any, Any]:
-    """As APPS reads a dictionary whose keys are all integers, which JSON can only write as text."""
+    """Convert a dictionary's keys if all are integers, like APPS; JSON can only write them as text."""
     if all(re.fullmatch("0|-?[1-9][0-9]{0,18}", key) for key in table):
         return {int(key): value for key, value in table.items()}
     return table
 
 
 def last_block(completion: str) -> str | None:
-    """The last fenced block of Python; of an unnamed language where none is of Python. What stands in <answer> counts
-    before anything else, and needs no fence. None: there is no such block."""
+    """Extract the last fenced Python block; without one, the last block of an unnamed language.
+    The content of <answer> comes first, and needs no fence. None: there is no such block."""
     answer, closed = [("", ""), *_ANSWER.findall(completion)][-1]
     bare = answer.strip() and not _BLOCK.search(answer)
     if bare and closed:
@@ -213,14 +217,15 @@ def _fenced(text: str) -> str | None:
 
 
 def same_output(expected: str, found: str) -> bool:
-    """Line by line and token by token, without blank lines at both ends: 0.50 is 0.5, and 007 is not 7."""
+    """Compare outputs by line and token, without blank lines at both ends: 0.50 is 0.5, 007 is not 7."""
     ours, theirs = ([line.split() for line in text.strip().split("\n")] for text in (expected, found))
     tokens = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=False)
     return [*map(len, ours)] == [*map(len, theirs)] and all(itertools.starmap(_same_token, tokens))
 
 
 def _same_token(expected: str, found: str) -> bool:
-    """Numbers by value where either is a decimal; near by, where the expected one is. Whole numbers are never near."""
+    """Compare tokens.
+    Decimals compare by value, with a tolerance if the expected one is a decimal; integers exactly."""
     if expected == found:
         return True
     if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(found) and re.search("[.eE]", expected + found)):
@@ -237,9 +242,11 @@ def _same_token(expected: str, found: str) -> bool:
 
 
 def same_value(expected: Any, encoded: str) -> bool:
-    """Whether a value is what came back from a program (`confined.encode`), which is neither trusted nor made into
-    Python's own collections, whose hashes it could choose. Tuples count as lists, keys by their text, since JSON has
-    no others, and nan as nan. Sets are no lists, which have an order."""
+    """Whether a program's value, encoded by `confined.encode`, equals the expected one.
+
+    The value is not trusted. It is never converted to Python collections, because a program could choose their hashes.
+    Tuples count as lists and keys by their text, since JSON has no others; nan equals nan. A set never equals a
+    list."""
     try:
         return _same(expected, json.loads(encoded))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Numbers as they are written, and the units beside them."""
+"""Parse numbers as they are written, and the units beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 _LONGEST = 300  # characters of a number
-_MIN_DIGITS = 6  # significant ones of a decimal that may stand for what rounds to it
+_MIN_DIGITS = 6  # significant digits of a decimal that may stand for a value that rounds to it
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
@@ -19,7 +19,7 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Decimal | None:
-    """The number that a text is, with its digits. None for anything else, and for exponents of ten beyond 999."""
+    """Parse a number, keeping its digits. None for other texts, and for exponents beyond 999."""
     found = _NUMBER.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     if found is None:
         return None
@@ -27,12 +27,12 @@ def number(text: str) -> Decimal | None:
 
 
 def same_number(one: Decimal, other: Decimal) -> bool:
-    """Whether two numbers are equal: exactly, or rounded to the digits of the one that is a decimal of at least six."""
+    """Whether two numbers are equal: exactly, or rounded to a decimal of at least six digits."""
     return one == other or rounds(Fraction(one), other) or rounds(Fraction(other), one)
 
 
 def rounds(precise: Fraction, decimal: Decimal, digits: int = _MIN_DIGITS) -> bool:
-    """Whether a value rounds to a decimal that has at least so many digits. With 0 digits, to a whole number too."""
+    """Whether a value rounds to a decimal of at least `digits` digits. With 0 digits, integers count, too."""
     _, written, exponent = decimal.as_tuple()
     if len(written) < digits or (digits and exponent == 0):
         return False
@@ -69,18 +69,18 @@ class Unit:
     powers: tuple[tuple[str, int], ...]
 
 
-# name -> its basic unit, a power of that, and its size
+# name -> its basic unit, the power of the basic unit, and its size
 _UNITS = {name: (names.split("/")[0], 1, Fraction(1)) for names in _OTHERS.split() for name in names.split("/")}
 for _basic, _, _entries in (line.partition(":") for line in _SCALED.strip().splitlines()):
     for _size, *_names in map(str.split, _entries.split(",")):
         _UNITS |= {_name: (_basic.rstrip("3"), 3 if _basic.endswith("3") else 1, Fraction(_size)) for _name in _names}
 _LONGEST_FIRST = (re.escape(name).replace("circ", r"circ\s*+") for name in sorted(_UNITS, key=len, reverse=True))
 _NAME = rf"(?>{'|'.join(_LONGEST_FIRST)})(?:e?s)?(?![a-zA-Z])"
-_FACTOR = (  # possessive throughout: it must not be tried in several ways
+_FACTOR = (  # possessive throughout, so that no text is matched in several ways
     r"(?:(?P<per>/|\bper\b)|\\cdot|\*)?+\s*+(?:(?P<raised>square|sq\.?|cubic|cu\.?)\s++)?+"
     rf"(?P<name>{_NAME})(?:\s*+\^\s*+\{{?\s*+(?P<power>-?\d)\s*+\}}?)?+\s*+"
 )
-# Python 3.11 loses groups captured in a possessive part: one pattern captures none, the other has no such part.
+# Python 3.11 loses groups captured in a possessive part. So one pattern captures none, and the other is not possessive.
 _UNIT = rf"(?!/|\*|\\cdot|per\b)(?:{re.sub(r'[?]P<[a-z]+>', '?:', _FACTOR)})++"
 _EACH = re.compile(_FACTOR.replace(")?+", ")?"))
 _MEASURED = re.compile(rf"(?P<value>.*?)(?P<gap>\s*)(?<![a-zA-Z\\^_])(?P<unit>{_UNIT})", re.DOTALL)
@@ -89,13 +89,14 @@ _START = re.compile(rf"\s*(?!in\s+[a-z])(?P<unit>{_UNIT})(?!\s*\d)")
 
 
 def unit_at_start(text: str) -> str:
-    """The unit that a text begins with; "" for none."""
+    """The unit at the beginning of a text; "" if there is none."""
     found = _START.match(text)
     return f" {found['unit'].strip()}" if found else ""
 
 
 def measured(text: str) -> tuple[str, Unit | None]:
-    """The value of a quantity, and its unit. One in plain letters counts behind a number alone, and is no product."""
+    """Split a quantity into value and unit.
+    A unit in plain letters must follow a number, and is no product."""
     text = _PRICE.sub("\\1\\3 \x1f\\2", re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkmph\b", "km/h", text)))
     found = _MEASURED.fullmatch(text)
     if found is None or not found["value"].strip():
@@ -110,7 +111,7 @@ def measured(text: str) -> tuple[str, Unit | None]:
 
 
 def times(text: str, factor: Fraction) -> str:
-    """A formula multiplied by a number."""
+    """Multiply a formula by a number."""
     found = number(text)
     return text if factor == 1 else str(Fraction(found) * factor) if found is not None else f"({text})*({factor})"
 

@@ -1,4 +1,4 @@
-"""Verifiers, and environments and verifiers by name: registered ones, and import paths."""
+"""Look up verifiers and environments by registered name or import path."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 
-_LONGEST = 600  # characters of an answer; no gold answer of the benchmarks has half as many
+_LONGEST = 600  # characters of an answer; more than twice as long as any gold answer of the benchmarks
 
 
 def exact_match(task: Prompt, completion: str) -> float:
-    """1 if the text after the last `#` is the gold answer, character by character, else 0."""
+    """Score 1 if the text after the last `#` is exactly the gold answer, else 0."""
     _, mark, conclusion = completion.rpartition("#")
     return float(bool(mark) and conclusion == task.answer)
 
 
 def mathematics(task: Prompt, completion: str) -> Verdict:
-    """Whether the completion's conclusion equals the gold answer; see `areal_core.environments.mathematics`. An answer
-    that can't be read is a wrong one. Every comparison ends: its steps and its numbers are bounded."""
+    """Judge whether the completion's conclusion equals the gold answer (`environments.mathematics`).
+    An unreadable answer is incorrect. Comparisons always end, because their steps and numbers are bounded."""
     answer = conclusion(completion)
     if answer is None:
         return Verdict.of(Outcome.NO_ANSWER)
@@ -49,14 +49,14 @@ ENVIRONMENTS: dict[str, type[Environment]] = {"single_turn": SingleTurn, "two_tu
 
 
 def _confined(environment: EnvironmentConfig) -> Verifier:
-    """A verifier whose scorer interprets what it reads, as environment.sandbox says. Raises ConfigError where this
-    kernel can't."""
+    """Create a reasoning-gym verifier that runs its scorer confined, as environment.sandbox says.
+    Raises ConfigError if this kernel can't confine it."""
     confinement.check(environment.sandbox)
     verify = procedural_share if environment.verifier == "reasoning_gym_share" else procedural
     return functools.partial(verify, isolation=environment.sandbox)
 
 
-CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
+CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers with settings
     "code": Programs,
     "judge": LanguageModelJudge,
     "reasoning_gym": _confined,
@@ -65,8 +65,7 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
 
 
 def environment_class(config: RunConfig) -> type[Environment]:
-    """The class that `environment.name` names. Raises ConfigError, naming the field, for one that can't be found, or is
-    no Environment."""
+    """Find the class `environment.name`. Raises ConfigError if it can't be found or is no Environment."""
     found: object = find("environment.name", config.environment.name, ENVIRONMENTS)
     if isinstance(found, type) and issubclass(found, Environment):
         return found
@@ -82,9 +81,10 @@ def open_environment(
     on_failure: Callable[[str], None] = lambda failure: None,
     instead: Callable[[str], Verifier] | None = None,
 ) -> Environment:
-    """The environment that `config` names, with its verifier and the functions of environment.rewards; `on_failure` is
-    told what these fail with. `instead` gives what takes the place of a function of environment.rewards, by its name,
-    and of the verifier, by "". Raises ConfigError, naming the field, for one that can't be found."""
+    """Create the configured environment, with its verifier and the functions of environment.rewards.
+
+    `on_failure` is called with each verifier failure. `instead(name)` replaces the reward function `name`, and the
+    verifier for "". Raises ConfigError, with the name of the field, if one of them can't be found."""
     make, parts = environment_class(config), _parts(config.environment)
     context = EnvContext(
         environment=config.environment,
@@ -103,7 +103,8 @@ def open_environment(
 
 
 def _parts(environment: EnvironmentConfig) -> dict[str, tuple[float, Verifier]]:
-    """The functions of environment.rewards, by what stands behind the colon. Raises ConfigError."""
+    """The functions of environment.rewards with their coefficients, by the name after the colon.
+    Raises ConfigError."""
     parts: dict[str, tuple[float, Verifier]] = {}
     for part in filter(None, map(str.strip, environment.rewards.split(","))):
         path, _, number = part.partition("=")
@@ -121,23 +122,23 @@ def _parts(environment: EnvironmentConfig) -> dict[str, tuple[float, Verifier]]:
 
 
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
-    """The verifier that `environment.verifier` names, or the one that the task's gold answers are written for. Raises
-    ConfigError as `open_environment` does, and for one that can't work on this machine."""
+    """Create the verifier `environment.verifier`, or by default the one for the task's gold answers.
+    Raises ConfigError if it can't be found, or can't work on this machine."""
     name = verifier_name(environment, task)
     check_name("environment.verifier", name, VERIFIERS | CONFIGURED)
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
 def open_judge(config: RunConfig, part: str = "") -> Judge:
-    """The judge of completions outside of an environment: with the verifier, or a function of environment.rewards."""
+    """Create a judge outside an environment, with the verifier or with `part` of environment.rewards."""
     if part:
         return Judge(config.environment, _parts(config.environment)[part][1], f"environment.rewards {part}")
     return Judge(config.environment, open_verifier(config.environment, config.task))
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:
-    """The name of the verifier that judges, and that gold answers are read for. Raises ConfigError where a task of
-    one's own is given none."""
+    """The name of the verifier, which also decides how gold answers are parsed.
+    Raises ConfigError if a custom task names no verifier."""
     name = environment.verifier or TASKS.get(task.name)
     if name is None:
         raise ConfigError(f"environment.verifier: must be given, who judges {task.name}?")

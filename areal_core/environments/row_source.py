@@ -1,10 +1,9 @@
-"""Prompts from the rows of two files: one to train on, and one that is held out.
+"""Prompts from the rows of two files: one to train on, and a held-out one.
 
-    file -> rows -> what they ask, their gold answers, their tokens -> prompts, and a report of all other rows
+    file -> rows -> prompts, gold answers and tokens, and a report of all other rows
 
-`rows` reads files and says what fields mean. A `PromptFile` makes the prompts of one file and counts all other
-rows by reason. Training rows are left out though nothing is wrong with them if they repeat others, or overlap with
-held-out prompts.
+`rows` reads files and interprets their fields. A `PromptFile` converts one file to prompts, and counts all other rows
+by reason. Valid training rows are also left out if they repeat others or overlap with held-out prompts.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from areal_core.types import Prompt
 
 
 class Reason(StrEnum):
-    """Why a row is no prompt, as it is said of many: "12 too long"."""
+    """Why rows were left out, worded for a count: "12 too long"."""
 
     UNREADABLE = "unreadable"
     NO_PROMPT = "without prompt"
     NO_ANSWER = "without answer"
     UNSPELLABLE = "unspellable"
     TOO_LONG = "too long"
-    # of training files alone, and nothing that is wrong with a row:
+    # only for training files, and no fault of a row:
     DUPLICATE = "duplicate"
     OVERLAPPING = "overlapping with held-out prompts"
 
     @property
     def is_bad(self) -> bool:
-        """Whether such a row is a mistake in its file."""
+        """Whether such a row is an error in its file."""
         return self not in (Reason.DUPLICATE, Reason.OVERLAPPING)
 
 
-class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
-    """A row is no prompt. The message says what is wrong with it, if anything is."""
+class LeftOut(Exception):  # noqa: N818 - concerns a row, not the run
+    """A row was left out. The message describes its fault, if it has one."""
 
     def __init__(self, reason: Reason, said: str = "") -> None:
         super().__init__(said)
@@ -58,19 +57,19 @@ class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
 
 @dataclass(slots=True)
 class FileReport:
-    """The rows of one file."""
+    """Counts of the rows of one file."""
 
     path: str
-    rows: int = 0  # empty lines are none
+    rows: int = 0  # without empty lines
     prompts: int = 0
-    left_out: dict[Reason, int] = field(default_factory=dict)  # rows - prompts in all
-    bad: list[str] = field(default_factory=list)  # bad rows as they come, the first few: place, and what is wrong
+    left_out: dict[Reason, int] = field(default_factory=dict)  # sums to rows - prompts
+    bad: list[str] = field(default_factory=list)  # the first few bad rows: place and fault
 
     def leave_out(self, reason: Reason, count: int = 1) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + count
 
     def __str__(self) -> str:
-        """One line: "train.jsonl: 7,473 rows: 7,401 prompts; left out: 72 duplicate"."""
+        """Format as one line: "train.jsonl: 7,473 rows: 7,401 prompts; left out: 72 duplicate"."""
         parts = [f"{self.path}: {self.rows:,} rows: {self.prompts:,} prompts"]
         if self.left_out:
             parts.append("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items()))
@@ -82,26 +81,28 @@ class FileReport:
 
 @dataclass(slots=True)
 class DatasetReport:
-    """The rows of a task's files."""
+    """Reports of a task's files."""
 
-    training: FileReport | None  # None: there is nothing to train on
+    training: FileReport | None  # None: the task has no training file
     held_out: FileReport
 
 
 _RUN = 13  # words
-_COMMON = 10  # texts that share a run of words, beyond which it is an idiom
+_COMMON = 10  # most texts that share a run of words; beyond it, the run is an idiom
 _PUNCTUATION = re.compile(r"[^\w\s]")
 
 
 def same(text: str) -> str:
-    """One spelling of texts that differ in case and blanks alone."""
+    """Normalise case and white space, so that texts that differ only in these compare equal."""
     return " ".join(text.casefold().split())
 
 
 def overlapping(texts: Sequence[str], reserved: Iterable[str]) -> list[bool]:
-    """Whether each of `texts` equals one of `reserved`, or shares a run of 13 words with one. Case and punctuation do
-    not count. Brown et al., 2020 (GPT-3, appendix C) looked so for test data in what they trained on. As there, a run
-    that more than ten of `texts` have says nothing: it is an idiom, or the wording of whoever made the file."""
+    """Whether each of `texts` equals one of `reserved`, or shares a run of 13 words with one.
+
+    Ignores case and punctuation. Brown et al., 2020 (GPT-3, appendix C), searched their training data for test data
+    this way. As there, a run that more than ten of `texts` have does not count: it is an idiom, or the file's own
+    wording."""
     reserved = list(reserved)
     equals, runs = set(map(same, reserved)), {run for text in reserved for run in _runs(text)}
     shared = [runs.intersection(_runs(text)) for text in texts]
@@ -119,12 +120,15 @@ def _runs(text: str) -> Iterator[tuple[str, ...]]:
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 3  # bad rows, in the log and the dataset report
+_NAMED = 3  # bad rows named in the log and the dataset report
 
 
 class PromptFile:
-    """The file of the setting `name`, read whole. One to train on loses duplicates; of a held-out one all is a prompt
-    that the policy can be fed. Raises ConfigError, naming the setting, for a file that can't be read."""
+    """The prompts of the file named by the setting `name`, which is read completely.
+
+    Duplicates are removed from a training file, not from a held-out one. Raises ConfigError, with the name of the
+    setting, if the file can't be read.
+    """
 
     def __init__(
         self,
@@ -138,9 +142,9 @@ class PromptFile:
     ) -> None:
         self._name, self._report = name, FileReport(path)
         self._task, self._schema, self._dialogue, self._trained_on = task, schema, dialogue, trained_on
-        self._seen: set[bytes] = set()  # hashes of texts and gold answers
+        self._seen: set[bytes] = set()  # hashes of prompt texts with gold answers
         self.prompts: list[Prompt] = []
-        self.questions: list[str] = []  # what their rows ask, without the words that a template puts around it
+        self.questions: list[str] = []  # prompt texts without the prompt template
         for row in read_rows(name, path):
             self._report.rows += 1
             try:
@@ -151,14 +155,14 @@ class PromptFile:
                     self._report.bad.append(f"{row.place}: {found}")
 
     def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
-        """Leave out what equals one of these texts, or shares a run of words with one."""
+        """Leave out prompts that equal one of these texts, or share a run of words with one."""
         overlaps = overlapping(self.questions, reserved)
         if any(overlaps):
             self._report.leave_out(Reason.OVERLAPPING, sum(overlaps))
         self.prompts = [prompt for prompt, overlaps in zip(self.prompts, overlaps, strict=True) if not overlaps]
 
     def close(self) -> FileReport:
-        """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
+        """Log the report of the file in one line. Raises ConfigError if the file has no prompt."""
         report = self._report
         report.prompts = len(self.prompts)
         if not self.prompts:
@@ -167,7 +171,8 @@ class PromptFile:
         return report
 
     def _add(self, row: Row) -> None:
-        """Add the prompt of a row, or raise LeftOut. What costs least comes first: a file may repeat itself often."""
+        """Add the prompt of a row, or raise LeftOut.
+        Cheap checks come first, because a file may repeat rows often."""
         if row.wrong is not None:
             raise LeftOut(Reason.UNREADABLE, row.wrong)
         with _otherwise(Reason.NO_PROMPT):
@@ -203,7 +208,7 @@ class PromptFile:
 
 
 def _encoded(text: str) -> bytes:
-    """Raises ConfigError for halves of characters, which JSON can name and nothing can send."""
+    """Encode as UTF-8. Raises ConfigError for lone surrogates, which JSON can contain but UTF-8 can't."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -219,16 +224,16 @@ def _otherwise(reason: Reason) -> Iterator[None]:
 
 
 class RowSource:
-    """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another, as it has them.
+    """Training prompts of one file, shuffled every epoch; held-out prompts of another, in its order.
 
-    Gold answers are read for the verifier that judges. A training prompt that the held-out file also has is left
-    out. Bad rows are skipped and counted, the first of them named in the log; a file of nothing else raises
-    ConfigError. Without task.path there is nothing to train on, and `prompt` is not to be called.
+    The configured verifier decides how gold answers are parsed. A training prompt that the held-out file also has is
+    left out. Bad rows are skipped and counted, and the log names the first of them. Raises ConfigError for a file
+    without a valid row. Without task.path there is no training file, and `prompt` must not be called.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         task, verifier = config.task, verifier_name(config.environment, config.task)
-        assert task.held_out_path is not None  # config.load sees to it
+        assert task.held_out_path is not None  # config.load ensures this
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
         held_out = PromptFile(

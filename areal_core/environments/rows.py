@@ -1,7 +1,7 @@
-"""Rows of files and what their fields mean: JSON lines, a JSON list, or Parquet.
+"""Read rows of files (JSON lines, a JSON list, or Parquet) and interpret their fields.
 
-The only user of pyarrow, which is imported when a file needs it. A `Schema` says what a row asks, how that is worded
-for the policy, and what its gold answer is.
+The only user of pyarrow, which is imported when a file needs it. A `Schema` extracts a row's prompt, its wording for
+the policy, and its gold answer.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from areal_core.environments.unit_tests import unit_tests
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Message
 
-_BATCH = 1024  # rows of a Parquet file that are in memory at once
+_BATCH = 1024  # rows of a Parquet file in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: where it stands, and its fields, or what keeps it from having any."""
+    """One row: its place in the file, and its fields or the error that prevented reading them."""
 
-    place: str  # "line 7", "row 7"; the first is 1
+    place: str  # "line 7" or "row 7", counted from 1
     fields: Mapping[str, object] = field(default_factory=dict)
     wrong: str | None = None
 
 
 def read_rows(name: str, path: str) -> Iterator[Row]:
-    """The rows of a file. `name` is the setting that holds the path, with which a ConfigError begins where nothing can
-    be read."""
+    """Read the rows of a file.
+    Raises ConfigError, which begins with the setting `name`, if the file can't be read."""
     try:
         if path.endswith(".parquet"):
             yield from _numbered(_parquet(path))
@@ -50,12 +50,13 @@ def read_rows(name: str, path: str) -> Iterator[Row]:
             yield from _lines(path)
     except ConfigError as error:
         raise ConfigError(f"{name}: {path} {error}") from error
-    except Exception as error:  # whatever pyarrow raises for files that are broken
+    except Exception as error:  # pyarrow may raise anything for a broken file
         raise ConfigError(f"{name}: can't read {path}: {_first_line(error)}") from error
 
 
 def _lines(path: str) -> Iterator[Row]:
-    """One JSON object a line; a line that is none says so, and empty ones are left out."""
+    """Read one JSON object for each line.
+    Empty lines are skipped; a row with invalid JSON has `wrong` set."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -69,7 +70,7 @@ def _row(place: str, line: bytes) -> Row:
         return _object(place, json.loads(line.decode()))
     except UnicodeDecodeError as error:
         return Row(place, wrong=f"not UTF-8: {error}")
-    except (ValueError, RecursionError) as error:  # json's own, numbers of too many digits, brackets without end
+    except (ValueError, RecursionError) as error:  # json's own errors, numbers of too many digits, unclosed brackets
         return Row(place, wrong=f"not JSON: {_first_line(error)}")
 
 
@@ -95,19 +96,20 @@ def _numbered(rows: Iterable[object]) -> Iterator[Row]:
 
 
 def _parquet(path: str) -> Iterator[Mapping[str, object]]:
-    from pyarrow import parquet  # a third of a second of imports
+    from pyarrow import parquet  # takes a third of a second to import
 
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_BATCH):
             yield from batch.to_pylist()
 
 
-_DEEPEST = 32  # lists and objects in each other that a row may have
+_DEEPEST = 32  # deepest nesting of lists and objects in a row
 
 
 def plain(value: object, depth: int = 0) -> Any:
-    """A value of a row as reward workers of every machine get it: as JSON has it, and as text what JSON or MessagePack
-    has no value for (times, bytes, decimals, larger numbers). Raises ConfigError for one that is nested too deep."""
+    """Convert a row's value to plain JSON, so that reward workers on every machine get the same.
+    Values outside JSON and MessagePack (times, bytes, decimals, larger numbers) become text. Raises ConfigError for
+    nesting that is too deep."""
     if depth > _DEEPEST:
         raise ConfigError(f"more than {_DEEPEST} lists and objects in each other")
     if value is None or isinstance(value, bool):
@@ -130,8 +132,8 @@ def _first_line(error: BaseException) -> str:
 
 Fields = Mapping[str, object]
 GoldReader = Callable[[object, Fields], str]
-"""The gold answer, as one verifier wants it, from the content of the answer field and the row around it. Raises
-ConfigError that says what the field must hold."""
+"""Reads the gold answer for one verifier, from the content of the answer field and its row. Raises ConfigError that
+says what the field must hold."""
 
 _ROLES = ("system", "user", "assistant")
 _MISSING = object()
@@ -140,7 +142,7 @@ _TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailin
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field that a setting names, with dots where it lies in others: `reward_model.ground_truth`."""
+    """A field named by a setting; dots lead into nested objects: `reward_model.ground_truth`."""
 
     setting: str
     name: str
@@ -149,7 +151,7 @@ class Field:
         return f"{self.setting}={self.name}"
 
     def of(self, fields: Fields) -> object:
-        """What the row has there, `_MISSING` for nothing."""
+        """The field's value in a row; `_MISSING` if the row lacks it."""
         found: object = fields
         for name in self.name.split("."):
             found = found.get(name, _MISSING) if isinstance(found, Mapping) else _MISSING
@@ -157,8 +159,9 @@ class Field:
 
 
 def wording(setting: str, source: str) -> Callable[[Fields], str]:
-    """A function that words a row by a Jinja template over its fields. Raises ConfigError, which names the setting, for
-    text that is no template. The function raises it for a row that the template fails with."""
+    """Return a function that words a row by a Jinja template over its fields.
+    Raises ConfigError, which names the setting, for an invalid template. The function raises it if the template fails
+    on a row."""
     try:
         template = _TEMPLATES.from_string(source)
     except jinja2.TemplateError as error:
@@ -167,7 +170,7 @@ def wording(setting: str, source: str) -> Callable[[Fields], str]:
     def worded(fields: Fields) -> str:
         try:
             text = template.render(dict(fields))
-        except Exception as error:  # whatever a template may do
+        except Exception as error:  # a template may raise anything
             raise ConfigError(f"{setting} fails: {error}") from error
         if not text.strip():
             raise ConfigError(f"{setting} must give a text, got none")
@@ -178,17 +181,17 @@ def wording(setting: str, source: str) -> Callable[[Fields], str]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The fields of one file's rows. What a row lacks is a ConfigError that names the setting and the field."""
+    """The fields of one file's rows. Raises ConfigError, with setting and field, if a row lacks one."""
 
     prompt: Field
-    wording: Callable[[Fields], str] | None  # None: what a row asks is fed as it stands
+    wording: Callable[[Fields], str] | None  # None: the row's prompt is used unchanged
     answer: Field
     gold: GoldReader
 
     @classmethod
     def of(cls, task: TaskConfig, verifier: str, *, held_out: bool) -> Schema:
-        """That of the training or the held-out file, for the verifier of this name. Settings that the held-out file has
-        not of its own are those of the training file."""
+        """Build the schema of the training or the held-out file, for the given verifier.
+        Settings that the held-out file does not have fall back to those of the training file."""
 
         def setting(name: str) -> tuple[str, Any]:
             own = getattr(task, f"held_out_{name}") if held_out else None
@@ -200,7 +203,7 @@ class Schema:
         return cls(prompt, worded, answer, GOLD.get(verifier, _as_it_stands))
 
     def asked(self, fields: Fields) -> Asked:
-        """What the row asks: text, or messages of a chat."""
+        """The row's prompt: text, or messages of a chat."""
         content = self.prompt.of(fields)
         asked = content if isinstance(content, str) and content.strip() else _messages(content)
         if asked is None:
@@ -210,11 +213,11 @@ class Schema:
         return asked
 
     def worded(self, fields: Fields, asked: Asked) -> Asked:
-        """What the policy is asked."""
+        """The prompt as the policy gets it, with the template applied."""
         return asked if self.wording is None else self.wording(fields)
 
     def gold_answer(self, fields: Fields) -> str:
-        """The gold answer as the verifier wants it."""
+        """The gold answer in the verifier's format."""
         try:
             return self.gold(self.answer.of(fields), fields)
         except ConfigError as error:
@@ -222,7 +225,7 @@ class Schema:
 
 
 def _messages(content: object) -> tuple[Message, ...] | None:
-    """Messages of a chat, with nothing but role and content; None for anything else."""
+    """Chat messages reduced to role and content; None for anything else."""
     if not isinstance(content, list) or not content:
         return None
     messages: list[Message] = []
@@ -235,7 +238,7 @@ def _messages(content: object) -> tuple[Message, ...] | None:
 
 
 def _mathematics(content: object, _: Fields) -> str:
-    """The answer alone, or the one that a solution ends on."""
+    """The answer itself, or the final answer of a solution."""
     answer = gold_answer(_text(content))
     if answer is None or not balanced(normalised(answer)):
         raise ConfigError("must hold an answer, or end on one")
@@ -243,7 +246,7 @@ def _mathematics(content: object, _: Fields) -> str:
 
 
 def _as_it_stands(content: object, _: Fields) -> str:
-    """Text and numbers as they are, lists and objects as JSON."""
+    """Text and numbers unchanged, lists and objects as JSON."""
     return json.dumps(content, default=str) if isinstance(content, list | dict) else _text(content)
 
 

@@ -1,11 +1,11 @@
-"""The sandbox: untrusted Python programs in namespaces of their own (bubblewrap), with limits of all that they may use.
+"""Sandbox for untrusted Python programs: namespaces (bubblewrap), with limits on every resource.
 
     Sandbox("bubblewrap", memory_mib=512, processes=8).run(source, b"input", Limits(...)) -> Result
 
-A program sees /usr and Python's folder, read only, an empty folder of its own, its own processes and devices that hold
-nothing, and no network, environment variable or file beside these. It is a user of its own without capabilities, a
-filter refuses it the system calls that `areal_core.environments.confinement` lists, and when its first process ends,
-all others are ended by the kernel. `areal_core.environments.confined` is what starts in there and sets the limits.
+A program sees /usr and Python's folder, read only, and an empty folder of its own. It also sees its own processes and
+devices without data. It has no network, no environment variables and no other files. It runs as its own user without
+capabilities. A filter refuses the system calls listed in `areal_core.environments.confinement`. When its first process
+ends, the kernel ends all others. `areal_core.environments.confined` starts inside the sandbox and sets the limits.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from areal_core.errors import ConfigError, RewardError
 
 logger = logging.getLogger(__name__)
 
-_END_TIMEOUT_S = 30.0  # of processes that were killed
-_START_TIMEOUT_S = 60.0  # of a sandbox, before its program begins
+_END_TIMEOUT_S = 30.0  # for killed processes to end
+_START_TIMEOUT_S = 60.0  # for a sandbox to start its program
 _CHUNK = 2**16
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # sets print the same in every run; numpy's threads
 _MEND = "apt-get install bubblewrap, or environment.sandbox=none, which waives isolation"
 
 
 class Status(StrEnum):
-    """How a program ended. The last is the machine's doing and says nothing about the program."""
+    """How a program ended. FAILED is the machine's fault and says nothing about the program."""
 
     FINISHED = "finished"
-    CRASHED = "crashed"  # an exit code other than 0, a signal, or too much of memory or output
-    UNPARSABLE = "unparsable"  # it does not compile
+    CRASHED = "crashed"  # exit code other than 0, a signal, or too much memory or output
+    UNPARSABLE = "unparsable"  # the program does not compile
     TIMED_OUT = "timed_out"  # out of CPU time
-    OVERDUE = "overdue"  # out of wall time: it slept, or the machine was busy
-    FAILED = "failed"  # it did not start, or was ended from outside
+    OVERDUE = "overdue"  # out of wall time: the program slept, or the machine was busy
+    FAILED = "failed"  # the program did not start, or was killed from outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of a program, without the start of its sandbox."""
+    """Limits of a program, excluding the start of its sandbox."""
 
     cpu_s: float
     wall_s: float
@@ -66,23 +66,25 @@ class Limits:
 class Result:
     status: Status
     stdout: bytes  # at most Limits.output_bytes
-    cpu_s: float  # of all of its processes, from the program's start on
-    wall_s: float  # the same
-    error: str = ""  # why it did not start
+    cpu_s: float  # of all its processes, since the program's start
+    wall_s: float  # since the program's start
+    error: str = ""  # why the program did not start
 
 
 class Sandbox:
-    """What makes sandboxes, each for one program. `isolation` is environment.sandbox; `none` leaves the limits of
-    single processes and nothing else."""
+    """Creates sandboxes, each for one program.
+
+    `isolation` is environment.sandbox; `none` leaves only the limits of single processes.
+    """
 
     def __init__(self, isolation: str, *, memory_mib: int, processes: int) -> None:
         self._isolation = isolation
         self._memory = memory_mib * 2**20
         self._processes = processes
-        self._own_cpu_s = 0.0  # of a sandbox, as measured by `check`
+        self._own_cpu_s = 0.0  # CPU time of an empty sandbox, measured by `check`
 
     def check(self) -> None:
-        """Raises ConfigError where programs can't be run in it."""
+        """Raise ConfigError if programs can't run in this sandbox."""
         if self._isolation == "none":
             logger.warning("environment.sandbox=none: programs run with the rights of this user, and limits alone")
         elif shutil.which("bwrap") is None:
@@ -96,14 +98,15 @@ class Sandbox:
         self._own_cpu_s = result.cpu_s
 
     def run(self, source: str, stdin: bytes, limits: Limits, *others: str) -> Result:
-        """Run a program as a script; `others` are further readings of it, of which the first that compiles counts."""
+        """Run a program as a script.
+        `others` are further readings of it; the first reading that compiles counts."""
         with self.start({"kind": "run", "sources": [source, *others]}, limits, stdin) as running:
             return running.finish()
 
     @contextlib.contextmanager
     def start(self, job: Mapping[str, Any], limits: Limits, stdin: bytes | None = None) -> Iterator[Running]:
-        """A sandbox at its job (`areal_core.environments.confined`), with all of its input, or lines to come. Nothing
-        of it is left at the end."""
+        """Start a sandbox with a job (`areal_core.environments.confined`).
+        `stdin` is its whole input; None: send lines later. When the context ends, nothing of the sandbox remains."""
         with contextlib.ExitStack() as stack:
             given = stack.enter_context(bubblewrap.in_memory(json.dumps(job).encode()))
             source = subprocess.PIPE if stdin is None else stack.enter_context(bubblewrap.in_memory(stdin))
@@ -135,10 +138,10 @@ class Sandbox:
 
 
 class Running:
-    """A sandbox at work, and the pipes to it. Nothing here waits beyond the limit of wall time."""
+    """A running sandbox and the pipes to it. No method waits beyond the wall-time limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits, command: Command, own_cpu_s: float) -> None:
-        """`own_cpu_s`: of the sandbox itself."""
+        """`own_cpu_s` is the CPU time of the sandbox itself, in seconds."""
         assert process.stdout is not None
         assert process.stderr is not None
         self._process, self._limits, self._own_cpu_s = process, limits, own_cpu_s
@@ -148,13 +151,13 @@ class Running:
                 os.set_blocking(pipe.fileno(), False)
         self._group, self._info = command.group, command.info
         self._ended = os.pidfd_open(process.pid)
-        self._said = b""  # on stderr
-        self._began: float | None = None  # when the program was seen to start
+        self._said = b""  # text from stderr
+        self._began: float | None = None  # when the program's start was seen
         self._received = bytearray()
-        self._broken: Status | None = None  # by the limit that it broke
+        self._broken: Status | None = None  # status for the limit that the program exceeded
 
     def send(self, line: str) -> None:
-        """A program that has ended reads nothing, as `receive` will tell."""
+        """Send a line. If the program has ended, the line is lost; `receive` reports the end."""
         assert self._stdin is not None
         pipe, left = self._stdin.fileno(), memoryview(line.encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):
@@ -162,7 +165,7 @@ class Running:
                 left = left[os.write(pipe, left) :]
 
     def receive(self) -> str | None:
-        """The next line; None where the program has ended, is out of time, or says too much."""
+        """Receive the next line; None if the program has ended, is out of time, or exceeds its output limit."""
         while (end := self._received.find(b"\n")) < 0:
             if not self._more():
                 return None
@@ -171,14 +174,14 @@ class Running:
         return line
 
     def finish(self) -> Result:
-        """Wait for its end."""
+        """Wait until the program ends."""
         while self._more():
             pass
-        self._awaited(self._ended, select.POLLIN)  # it may go on without output
+        self._awaited(self._ended, select.POLLIN)  # the program may continue without output
         return self.result
 
     def _more(self) -> bool:
-        """Read some of its output. False where there is none to come."""
+        """Read some output. Returns False if no more will come."""
         pipe = self._stdout.fileno()
         if not self._awaited(pipe, select.POLLIN):
             return False
@@ -189,7 +192,7 @@ class Running:
         return bool(chunk) and self._broken is None
 
     def _awaited(self, pipe: int, event: int) -> bool:
-        """Wait until a pipe is ready. False where the program ends before that, or has broken a limit."""
+        """Wait until a pipe is ready. Returns False if the program ends first or has exceeded a limit."""
         if self._broken is None and self._began is None:
             self._start()
         if self._broken is not None or self._began is None:
@@ -200,7 +203,7 @@ class Running:
         return pipe in ready
 
     def _start(self) -> None:
-        """Wait until the program starts, where it does."""
+        """Wait until the program has started or failed to start."""
         pipe, deadline = self._stderr.fileno(), time.monotonic() + _START_TIMEOUT_S
         while pipe in self._ready(pipe, select.POLLIN, deadline) and (said := os.read(pipe, _CHUNK)):
             self._said += said
@@ -217,7 +220,7 @@ class Running:
 
     @functools.cached_property
     def result(self) -> Result:
-        """How it ended; it is killed where it has not. No process of it is left."""
+        """How the program ended; kills it if it still runs. None of its processes remain."""
         killed = not select.select([self._ended], [], [], 0)[0]
         if killed:
             self._kill()
@@ -240,7 +243,7 @@ class Running:
         )
 
     def _status(self, code: int | None, cpu_s: float) -> Status:
-        """Of a program that was started; `code` is none where it was killed."""
+        """Status of a program that had started. `code` is its exit code, None if it was killed."""
         if self._group is not None and self._group.ran_out():
             return Status.CRASHED
         if cpu_s >= self._limits.cpu_s:
@@ -252,10 +255,10 @@ class Running:
         return Status.UNPARSABLE if code == confined.UNPARSABLE else Status.CRASHED
 
     def _kill(self) -> None:
-        """All its processes are dead then: with the first one inside the kernel ends the others."""
+        """Kill all processes of the sandbox. With the first one inside, the kernel ends the others."""
         said = b"" if self._info is None else self._info.read() or b""
         first = json.loads(said)["child-pid"] if said else self._process.pid
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ends by itself
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # the process ends by itself
             if self._info is None:
                 os.killpg(first, signal.SIGKILL)
             else:
@@ -265,7 +268,7 @@ class Running:
 
 
 def _kill_child(pid: int, *, of: int) -> None:
-    """Kill a process if it is still that child, not another one that has its number by now."""
+    """Kill a process if it is still a child of `of`, and not a new process with the same id."""
     file = os.pidfd_open(pid)
     try:
         if psutil.Process(pid).ppid() == of:

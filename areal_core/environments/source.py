@@ -1,4 +1,4 @@
-"""Prompt sources: the training prompts and the held-out ones of a task, or of several tasks mixed in given ratios."""
+"""Prompt sources: training and held-out prompts of one task, or of several tasks in given ratios."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from areal_core.types import Prompt
 
 
 class PromptSource(Protocol):
-    """Prompts by index: a pure function of (seed, index), so that a cursor is all there is to save."""
+    """Prompts by index: a pure function of (seed, index), so that a checkpoint only has to save a cursor."""
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at `index`, any index from 0 on; never one that is held out."""
+        """The training prompt at `index`, for any index from 0 on; never a held-out prompt."""
         ...
 
     def held_out(self) -> list[Prompt]:
-        """The evaluation prompts: the same for every seed."""
+        """The evaluation prompts, the same for every seed."""
         ...
 
 
 class MixedSource:
     """Prompts of several tasks in blocks. A block holds `ratio` prompts of each task, shuffled.
 
-    The task of an index, and the index within that task's own source, are pure functions of (seed, index). The `index`
-    of a prompt is that of the mixture. Held-out prompts are those of all tasks, one task after the other.
+    The task at an index, and the index within that task's own source, are pure functions of (seed, index). The `index`
+    of a prompt is its index in the mixture. Held-out prompts are those of all tasks, one task after the other.
     """
 
     def __init__(self, sources: Mapping[str, PromptSource], ratios: Mapping[str, int], seed: int) -> None:
@@ -57,12 +57,12 @@ class MixedSource:
 
 
 def digests(source: PromptSource) -> dict[str, str]:
-    """Digests of a source's prompts, by the setting that names their file; none where prompts come from no file."""
+    """Digests of a source's prompts, by the setting that names their file; empty for generated prompts."""
     return getattr(source, "digests", {})
 
 
 def dataset_report(source: PromptSource) -> dict[str, Any]:
-    """The rows of a source's files, by task where several are mixed; empty where prompts come from no file."""
+    """Report the rows of a source's files, by task for a mixture; empty for generated prompts."""
     if isinstance(source, MixedSource):
         return {name: report for name, its in source.sources.items() if (report := dataset_report(its))}
     return dataclasses.asdict(source.report) if isinstance(source, RowSource) else {}
@@ -73,10 +73,10 @@ def open_source(
     tokenizer: Tokenizer,
     check: Callable[[RunConfig, Tokenizer, PromptSource], None] = lambda *_: None,
 ) -> PromptSource:
-    """The source that `task` names, or a mixture of those that `tasks` name.
+    """Open the source of the configured `task`, or a mixture of the configured `tasks`.
 
-    `check` is called with the configuration and the source of each task. Raises what it raises, and ConfigError for
-    prompts that are missing, malformed or too long.
+    Calls `check` with configuration, tokenizer and source of each task. Raises its errors, and ConfigError for prompts
+    that are missing, malformed or too long.
     """
     sources: dict[str, PromptSource] = {}
     for name, its in config.by_task.items():

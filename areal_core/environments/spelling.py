@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the characters that it replaces
-r"""One spelling of a formula, whichever way it was typed.
+r"""Normalise the spelling of a formula, however it was typed.
 
 normalised(r"$\left(\dfrac12,\ x ≤ ３\right)$.") -> r"(\frac12, x \leq 3)"
 """
@@ -13,7 +13,7 @@ import unicodedata
 from areal_core.environments.algebra import GREEK
 
 _BLANK = " \n\x1f"
-TEXT = "\x1f"  # stands around the content of \text{...}; white space to every pattern
+TEXT = "\x1f"  # surrounds the content of \text{...}; all patterns treat it as white space
 
 _CHARACTERS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "⁄": "/",
@@ -68,7 +68,7 @@ _SPELLINGS = tuple(
         (r"(?<=\d)(?:,\s*\\!|\{,\}|\\[,:; ]|~|')\s*(?=\d{3}(?!\d))", ""),  # thousands
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d|,\d)|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)", _without_gaps),
         (r"^\(?0*(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?$", r"\1_{\2}"),
-        (r"\b(\d{1,2}):([0-5]\d)\b", r"\1_{:\2}"),  # a time of day is no quotient
+        (r"\b(\d{1,2}):([0-5]\d)\b", r"\1_{:\2}"),  # a time of day, not a quotient
         (r"\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"(?<![\d.])(\d+) (\d+/\d+)$", r"(\1+\2)"),
         (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?", r"\\R "),
@@ -97,7 +97,7 @@ _SPELLINGS = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def normalised(text: str) -> str:
-    """One spelling of a formula: fractions, brackets, spaces, signs and delimiters as they are written most often."""
+    """Return the usual spelling of a formula: fractions, brackets, spaces, signs and delimiters."""
     text = text.strip().strip("*").strip()
     if text.isdigit() and text.isascii():
         return text
@@ -116,7 +116,7 @@ def normalised(text: str) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """A repeating decimal as a fraction."""
+    """Convert a repeating decimal to a fraction."""
     whole, fixed, *repeated = found.groups()
     period = "".join(part or "" for part in repeated)
     if len(whole + fixed + period) > 60:

@@ -1,4 +1,4 @@
-r"""Unit tests as the verifier `code` wants them, JSON text of one of three forms, from rows as they are published:
+r"""Convert unit tests of published data sets to the verifier `code`'s JSON, in one of three forms:
 
     {"inputs": [stdin, ...], "outputs": [stdout, ...]}               a program that reads stdin and writes stdout
     {"fn_name": f, "inputs": [[argument, ...], ...], "outputs": [result, ...]}      a function, called
@@ -24,20 +24,21 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 
-_CHECK = "def check("  # what tests of HumanEval define
-_MAX_BYTES = 2**28  # of tests that are compressed; a few bytes could inflate to any number
+_CHECK = "def check("  # part of HumanEval's tests
+_MAX_BYTES = 2**28  # limit of inflated tests; a few compressed bytes could inflate to any size
 _TEXTS = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
-_AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # a pickled text has nothing else
+_AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # opcodes around a pickled text
 _STDIN = {"stdin", "stdin_stdout"}
 _CALL = {"functional", "function_call"}
 
 
 def unit_tests(value: object, fields: Mapping[str, object]) -> str:
-    """The tests in `value`, a field of the row `fields`. Raises ConfigError that says what the field must hold."""
+    """Convert the tests in `value`, a field of the row `fields`.
+    Raises ConfigError, which describes the expected content."""
     form = _human_eval(value, fields) if isinstance(value, str) and _CHECK in value else _tests(value, fields)
     try:
         return json.dumps(form)
-    except TypeError as error:  # dates and bytes, which Parquet has and JSON has not
+    except TypeError as error:  # dates and bytes, which Parquet has and JSON lacks
         raise ConfigError(f"must hold tests that JSON can say: {error}") from error
 
 
@@ -64,7 +65,7 @@ def _listed(tests: Any) -> list[Any]:
 
 
 def _decoded(value: object) -> Any:
-    """What JSON text means, compressed or not; what is no text as it stands."""
+    """Parse JSON text, compressed or not. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -86,7 +87,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _unpickled(data: bytes) -> str:
-    """The text that was pickled. Nothing is executed: the opcodes of anything but one text are refused."""
+    """Extract a pickled text without executing anything. Raises ValueError for opcodes of other values."""
     texts: list[str] = []
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in _TEXTS:
@@ -99,7 +100,7 @@ def _unpickled(data: bytes) -> str:
 
 
 def _table(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Tests as APPS, TACO and others have them: inputs beside outputs."""
+    """Convert tests in the format of APPS and TACO: inputs beside outputs."""
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise ConfigError("must hold as many inputs as outputs, at least one")
@@ -108,7 +109,8 @@ def _table(tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cases(tests: Sequence[Any], metadata: object) -> dict[str, Any]:
-    """Tests as DeepCoder and LiveCodeBench have them: one object each. `metadata` is the row's."""
+    """Convert tests in the format of DeepCoder and LiveCodeBench: one object each.
+    `metadata` is the row's field."""
     if not tests:
         raise ConfigError("must hold a test")
     if not all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
@@ -140,7 +142,7 @@ def _form(inputs: Sequence[Any], outputs: Sequence[Any], function_name: str | No
 
 
 def _stream(text: Any) -> str:
-    """What stdin or stdout holds; some of TACO's are lists of lines."""
+    """The content of stdin or stdout; some of TACO's are lists of lines."""
     if isinstance(text, list) and all(isinstance(line, str) for line in text):
         return "\n".join(text)
     if not isinstance(text, str):
@@ -149,7 +151,7 @@ def _stream(text: Any) -> str:
 
 
 def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
-    """Arguments and result of a call: as they are, or, as LiveCodeBench has them, in JSON, an argument a line."""
+    """Arguments and result of a call: as given, or parsed from LiveCodeBench's JSON, an argument a line."""
     if isinstance(arguments, list):
         return arguments, result
     if not isinstance(arguments, str) or not isinstance(result, str):

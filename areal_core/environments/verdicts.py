@@ -2,9 +2,9 @@
 
     await Judge(config.environment, verify)(task, text, truncated=False) -> Verdict
 
-A verifier is somebody's code. What it returns is converted and checked here, once. What it raises becomes a verdict
-without a result whose `failure` shows the traceback, the prompt and the completion. `Failures` shows the first failure
-of each kind whole, counts repeats, and ends the run after too many.
+A verifier is user code. `Judge` converts and checks its result. An exception becomes a verdict without a result, whose
+`failure` shows the traceback, the prompt and the completion. `Failures` logs the first failure of each kind completely,
+counts repeats, and ends the run after too many.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from areal_core.config.groups import EnvironmentConfig
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, UserCodeError, printable
 from areal_core.types import Outcome, Prompt
 
-_TRIES = 2  # of a verifier that raises, for one completion
-_SHOWN = 2000  # characters of a prompt or a completion in an error; the middle is left out
-_FRAMES = 12  # of a stack, in an error
-_OURS = re.compile(r"/areal_core/(rewards/|environments/verdicts\.py)|/asyncio/")  # files whose frames call the user's
+_TRIES = 2  # attempts of a verifier that raises, for one completion
+_SHOWN = 2000  # most characters of a prompt or a completion in an error; the middle is left out
+_FRAMES = 12  # most stack frames in an error
+_OURS = re.compile(r"/areal_core/(rewards/|environments/verdicts\.py)|/asyncio/")  # files whose frames call user code
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier finds of a completion, and its score."""
+    """A verifier's outcome for a completion, and its score."""
 
     outcome: Outcome
-    score: float | None  # from 0, wrong, to 1, right; None: there is no result
-    answer: str | None = None  # what it has read as the completion's answer
+    score: float | None  # from 0, incorrect, to 1, correct; None: no result
+    answer: str | None = None  # the answer that the verifier extracted from the completion
     failure: str | None = None  # why there is no result: one line, then traceback, prompt and completion
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # more numbers, by curve name
-    bonus: float = 0.0  # that a reward has beside the score, from environment.rewards
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # further numbers, by curve name
+    bonus: float = 0.0  # added to the reward beside the score, from environment.rewards
 
     @classmethod
     def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
-        """1 for a right completion, no result where the verifier failed, 0 for all else."""
+        """Build a verdict with score 1 for CORRECT, no score for FAILED, and 0 for all other outcomes."""
         return cls(outcome, None if outcome is Outcome.FAILED else float(outcome is Outcome.CORRECT), answer)
 
     @classmethod
     def read(cls, found: object) -> Verdict:
-        """The verdict that a verifier has returned: a Verdict, or a score alone, also as numpy's or torch's scalar.
-        Raises ValueError for anything else, and for a score that is not from 0 to 1."""
+        """Convert a verifier's result: a Verdict, or a score, also as a scalar of numpy or torch.
+        Raises ValueError for anything else, and for a score outside 0 to 1."""
         if not isinstance(found, Verdict):
             score = _score(found)
             return cls(Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT, score)
@@ -63,21 +63,23 @@ class Verdict:
 
 
 Verifier = Callable[[Prompt, str], "float | Verdict | Awaitable[float | Verdict]"]
-"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right; it may be an `async def`. A
-verdict without a score says nothing about the completion; after a RewardError the whole group is tried again. One with
-an attribute `bounded` that is true sees to the time of its awaited verdicts itself."""
+"""Judges a completion's text. Returns a Verdict, or a score from 0, incorrect, to 1, correct. May be an `async def`.
+A verdict without a score says nothing about the completion. After a RewardError the whole group is tried again. A
+verifier with a true attribute `bounded` limits the time of its own awaits."""
 
 
 class Apart(functools.partial[Awaitable[Verdict]]):
-    """A Verifier that finds each verdict in a process of its own, where a Judge has called the user's verifier. What it
-    raises is not the user's."""
+    """A Verifier that judges each completion in its own process, once its group has killed a worker.
+
+    Its exceptions do not come from user code.
+    """
 
 
 def _score(found: Any) -> float:
     said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
     try:
         score = float(found.item() if hasattr(found, "item") else found)
-    except Exception:  # noqa: BLE001 - the boundary to numbers of any kind
+    except Exception:  # noqa: BLE001 - the boundary to numbers of any type
         raise ValueError(said) from None
     if isinstance(found, str | bytes) or not 0.0 <= score <= 1.0:
         raise ValueError(said)
@@ -85,17 +87,17 @@ def _score(found: Any) -> float:
 
 
 class Judge:
-    """The verdicts of one verifier."""
+    """Judges completions with one verifier."""
 
     def __init__(self, config: EnvironmentConfig, verify: Verifier, name: str | None = None) -> None:
-        """`config` says whether the verifier gets to see completions that ran into the length limit, and names it
-        unless `name` does."""
+        """`config` says whether truncated completions are verified.
+        It also names the verifier, unless `name` does."""
         self._name, self._verify, self._verify_truncated = name or config.judged_by, verify, config.verify_truncated
 
     async def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
-        """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
-        Raises RewardError where the verifier does, RewardTimeoutError for an awaited verdict that takes longer than
-        `limit_s`, and what an Apart raises."""
+        """Judge a completion's text.
+        A verifier that raises is called once more; then the verdict has no result. Raises RewardError if the verifier
+        does, RewardTimeoutError if an await takes longer than `limit_s` seconds, and the errors of an Apart."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
         if isinstance(self._verify, Apart):
@@ -120,8 +122,8 @@ class Judge:
                         found = await found
                 return Verdict.read(found)
             except RewardError as error:
-                raise RewardError(str(error)) from error  # a class of the user's may not be known elsewhere
-            except BaseException as error:  # the boundary to somebody's code
+                raise RewardError(str(error)) from error  # other processes may not know a user's own class
+            except BaseException as error:  # the boundary to user code
                 if limit.expired():
                     raise RewardTimeoutError(hung(awaited(error), limit_s or 0.0)) from None
                 if isinstance(error, asyncio.CancelledError | GeneratorExit) and _is_ending():
@@ -131,26 +133,26 @@ class Judge:
 
 
 def _is_ending() -> bool:
-    """Whether somebody has cancelled the task that runs, or closed its coroutine."""
+    """Whether the current task was cancelled, or its coroutine closed."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
-# -- what is judged now ---------------------------------------------------------------------------------------------
+# -- state of the current verdict -------------------------------------------------------------------------------------
 
-limit_s: float | None = None  # of an awaited verdict; None: there is no limit here
-unlimited: Callable[[], AbstractContextManager[None]] = nullcontext  # around a verdict
-on_verdict: Callable[[], object] = list  # is called as a verdict begins and ends
-# Name of the verifier, task and text that are judged in this context.
+limit_s: float | None = None  # limit of an awaited verdict, in seconds; None: no limit
+unlimited: Callable[[], AbstractContextManager[None]] = nullcontext  # suspends the rollout's limit in a verdict
+on_verdict: Callable[[], object] = list  # called when a verdict begins and when it ends
+# Verifier name, task and text that this context is judging.
 _now: ContextVar[tuple[str, Prompt, str] | None] = ContextVar("now", default=None)
 
 
-# -- what people are shown ---------------------------------------------------------------------------------------------
+# -- messages for people -----------------------------------------------------------------------------------------------
 
 
 def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
-    """An error of the user's code `name`: one line with its file and line, then traceback, prompt and completion. No
-    line but the first begins without spaces, so that a completion can't pass for another message."""
+    """Explain an error of the user code `name`: place, then traceback, prompt and completion.
+    All lines after the first are indented, so that a completion can't imitate another message."""
     shown = traceback.TracebackException.from_exception(error)
     shown.stack[:] = own = _own(shown.stack)
     said = printable(f"{type(error).__name__}: {shown}")[:500]
@@ -158,12 +160,12 @@ def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None
 
 
 def told(name: str, said: str, task: Prompt, text: str) -> str:
-    """What a verifier has done with a completion that nothing else is known of: likewise."""
+    """Explain a failure without a traceback, in the format of `explained`."""
     return _block(f"{name}: {said}", "", (task, text))
 
 
 def hung(stack: Sequence[traceback.FrameSummary], limit_s: float) -> str:
-    """That the code of this `stack`, which is called in this context, takes too long: likewise."""
+    """Explain that the user code at this `stack` takes too long, in the format of `explained`."""
     now, own = _now.get(), _own(stack)
     name, judged = ("the environment", None) if now is None else (now[0], now[1:])
     first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){_place(own)}"
@@ -171,12 +173,12 @@ def hung(stack: Sequence[traceback.FrameSummary], limit_s: float) -> str:
 
 
 def awaited(error: BaseException) -> Sequence[traceback.FrameSummary]:
-    """The stack of a coroutine that asyncio.timeout has ended with this error."""
+    """The stack of a coroutine that asyncio.timeout ended with this error."""
     return traceback.extract_tb((error.__cause__ or error).__traceback__)
 
 
 def _own(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The last frames of the user's code, between those that call it and those that it calls."""
+    """The last frames of user code, without this package's frames around them."""
     ours = [_OURS.search(each.filename) is not None for each in stack]
     last = next((place for place in range(len(ours), 0, -1) if not ours[place - 1]), 0)
     first = next((place for place in range(last, 0, -1) if ours[place - 1]), 0)
@@ -203,33 +205,34 @@ def _quoted(what: str, text: str) -> list[str]:
 
 
 logger = logging.getLogger(__name__)
-_GROUPS = 32  # of late, over which rollouts without a result are counted
-_LEAST = 4  # groups with some, before the run ends on their share
-_LOST_FIRST, _LOST = 3, 12  # tries in a row that cost a worker, before the run ends: before its first verdict; later
-_PLACE = re.compile(r" \([^()]*:\d+\)$")  # a file and a line at the end of a failure's first line
+_GROUPS = 32  # number of latest groups over which rollouts without a result are counted
+_LEAST = 4  # least number of groups with such rollouts before their share ends the run
+_LOST_FIRST, _LOST = 3, 12  # attempts in a row that kill a worker and end the run: before its first verdict, and later
+_PLACE = re.compile(r" \([^()]*:\d+\)$")  # file and line at the end of a failure's first line
 
 
 class Failures:
     """The failures of one run's verifier and environment, since its controller started."""
 
     def __init__(self, max_share: float) -> None:
-        """`max_share`: of the rollouts of late, environment.max_no_result."""
+        """`max_share` is environment.max_no_result, the largest share of recent rollouts without a result."""
         self._max_share = max_share
-        self._shares = deque[float](maxlen=_GROUPS)  # of the rollouts of each group: those without a result
-        self._lost = 0  # tries in a row that have cost a worker
+        self._shares = deque[float](maxlen=_GROUPS)  # share of rollouts without a result, by group
+        self._lost = 0  # attempts in a row that killed a worker
         self._judged = False  # the verifier has judged a completion
-        self._seen: Counter[str] = Counter()  # failures, by who has failed, how and where
+        self._seen: Counter[str] = Counter()  # failures by name, error and place
 
     def failed_try(self, error: RewardError) -> None:
-        """A try of a group has failed. Raises UserCodeError after too many in a row that have cost a worker."""
+        """Count a failed attempt of a group.
+        Raises UserCodeError after too many in a row that killed a worker."""
         self._show(str(error))
         self._lost += isinstance(error, RewardTimeoutError | RewardWorkerError)
         if self._lost >= (_LOST if self._judged else _LOST_FIRST):
             raise UserCodeError(f"{_first(str(error))}: {self._lost} tries in a row failed this way; the run ends")
 
     def settled(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
-        """A group is scored, or dropped with its `failure` and no outcomes. Those `truncated` tell nothing of the
-        verifier. Raises UserCodeError where the share of rollouts without a result is too high."""
+        """Count a group that was scored, or dropped with its `failure` and no outcomes.
+        The `truncated` rollouts do not count. Raises UserCodeError if too many rollouts have no result."""
         rollouts = max(0, sum(outcomes.values()) - outcomes.get(Outcome.CUT, 0) - truncated)
         missing = outcomes.get(Outcome.FAILED, 0)
         if outcomes and failure is not None:
@@ -251,7 +254,7 @@ class Failures:
         first, *rest = failure.split("\n")
         name, _, said = first.partition(": ")
         place = _PLACE.search(first)
-        kind = f"{name}: {said.partition(': ')[0]}{place.group() if place else ''}"  # without a text that may differ
+        kind = f"{name}: {said.partition(': ')[0]}{place.group() if place else ''}"  # without text that may vary
         before = self._seen[kind]
         self._seen[kind] += times
         if before == 0:

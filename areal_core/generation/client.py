@@ -1,19 +1,19 @@
-"""Client of one generation server, vLLM's own or the embedded one: the same routes, told apart by what they can do.
+"""Client of one generation server: vLLM's own or the embedded one, which have the same routes.
 
-An update of weights has phases: start, stage, pause, finish, resume. What becomes of running completions is the
-*interruption*:
+An update of model weights has phases: start, stage, pause, finish, resume. The *interruption* says what happens to
+running completions:
 
-- `recompute`: they go on under the new weights, with a KV cache of those. The embedded server recomputes it in place;
-  vLLM hands back what it has sampled, and the rest is requested anew (`resubmit`);
-- `resubmit`: the latter, at any server;
-- `keep`: they go on with keys and values of the old weights. vLLM has these in its prefix cache and can't drop them
-  meanwhile; later requests name another `cache_salt`, and so don't share them;
+- `recompute`: they continue under the new weights with a new KV cache. The embedded server recomputes the cache in
+  place. vLLM returns the sampled tokens, and the controller requests the rest again (as in `resubmit`).
+- `resubmit`: any server returns the sampled tokens, and the controller requests the rest again.
+- `keep`: they continue with keys and values of the old weights. vLLM keeps these in its prefix cache and can't drop
+  them meanwhile. Later requests name another `cache_salt`, so they don't share them.
 - `wait`: the update waits for them.
 
-Versions that are adapters (`training.lora`) vLLM holds beside the base model, each under a name of its own
-(wire.version_name), and a request names the one that it wants. An update then stages the adapter, has requests name it
-from now on, pauses and resumes; the one before stays until the next, for requests that are on their way. The embedded
-server loads an adapter as it loads weights.
+With `training.lora`, versions are adapters. vLLM holds adapters beside the base model, each under its own name
+(wire.version_name), and each request names one. An update stages the adapter, makes later requests name it, pauses and
+resumes. The previous adapter stays until the next update, for requests in flight. The embedded server loads an adapter
+like model weights.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ from areal_core.models.verified import verified
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
-_CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
-_VERIFYING = ThreadPoolExecutor(1, "verify")  # one thread: what several servers load, it need not wait for in several
+_CONTROL_TIMEOUT_S = 10.0  # for responses that come at once or between two decode steps
+_VERIFYING = ThreadPoolExecutor(1, "verify")  # one thread, because several servers load the same version
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class GenerationClient:
-    """A client of one server. Every method raises ServerLostError when the server can't be reached, does not answer in
-    time (in which this process could listen) or answers with a 5xx status."""
+    """A client of one generation server.
+
+    Every method raises ServerLostError if the server can't be reached, responds too late or answers with a 5xx status.
+    Only time in which this process could listen counts.
+    """
 
     def __init__(
         self,
@@ -68,34 +71,36 @@ class GenerationClient:
         timeline: Callable[[], TimelineWriter] | None = None,
         plane: DataPlane | None = None,
     ) -> None:
-        """`token`: the run's token, if the server wants one. `stager`: URL of the stager on the server's machine; None
-        if the server reads versions where they were published. `adapters`: versions are adapters to the base model.
-        `timeline`: makes the timeline of a server that writes none. `plane`: receives and reads completions; None: this
-        event loop does."""
+        """`token`: the run's token, if the server requires one.
+
+        `stager`: URL of the stager on the server's machine; None if the server reads versions where they were
+        published. `adapters`: versions are adapters to the base model. `timeline`: makes the timeline of a server that
+        writes none. `plane`: receives and reads completions; None: this event loop does.
+        """
         self.url = url
         self.stager = stager
-        self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
-        self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
+        self.in_place = True  # whether the server recomputes running completions' KV cache; set by `identify`
+        self.resubmitted_tokens = 0  # tokens of interrupted requests prefilled here since the last update
         self._adapters = adapters
-        self._model = MODEL_NAME  # that requests name
+        self._model = MODEL_NAME  # the model named in requests
         self._update_timeout_s = update_timeout_s
-        self._open: dict[str, GenerationRequest] = {}  # those of them that are in flight, by id
+        self._open: dict[str, GenerationRequest] = {}  # requests in flight, by id
         self._timeline = timeline
         self._doing = Activity("wait")
-        self._paused = False  # for an update
-        self._paused_before_s = 0.0  # by earlier updates
+        self._paused = False  # paused for an update
+        self._paused_before_s = 0.0  # seconds paused by earlier updates
         self._completion_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
-        self._other_tokens = 0  # vLLM's, of requests that were not the rollout's
-        self._generated_tokens = 0  # at the last look
-        # Tokens, at most, of the rollout's requests: in flight, completed, and completed before the last `load`.
+        self._other_tokens = 0  # tokens that vLLM sampled for requests outside the rollout
+        self._generated_tokens = 0  # at the last `load`
+        # Upper bounds of the rollout's tokens: in flight, completed, and completed before the last `load`.
         self._requested = self._completed = self._reported = 0
         self._connection = Connection(url, token)
         self._plane = plane
         self._completions = Completions(url, token)
 
     async def identify(self) -> None:
-        """Find out which kind of server it is. Raises GenerationError for one that has other routes."""
+        """Find out which kind of server it is. Raises GenerationError for a server with other routes."""
         found = orjson.loads(await self._control("GET", "/version"))["version"]
         release, _, local = found.partition("+")
         if release != ROUTES_VERSION:
@@ -109,9 +114,11 @@ class GenerationClient:
             self._doing = Activity(self._doing.kind, self._timeline())
 
     async def generate(self, request: GenerationRequest, take: Take) -> None:
-        """Have completions generated; `take` is called with completions as they end, and with the body that has them as
-        its choices, in that order (wire.parse_generation reads it). Raises GenerationError when the server refuses the
-        request. Waits as long as the server takes; when cancelled, the server aborts the request."""
+        """Generate completions, and call `take` with their indices and the body that holds them, as they end.
+
+        The body has them as choices in that order (wire.parse_generation reads it). Waits as long as the server needs.
+        If cancelled, the server aborts the request. Raises GenerationError if the server refuses the request.
+        """
         is_rollout = request.request_id.startswith(ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
         generate = self._completions.in_parts if self.in_place else self._completions.one_by_one
@@ -129,7 +136,7 @@ class GenerationClient:
             self._note()
 
     async def _run(self, work: Work, take: Take) -> None:
-        """Do work on the loop where completions come in."""
+        """Run work on the event loop that receives completions."""
         await (work(take) if self._plane is None else self._plane.run(work, take))
 
     def _counting(self, take: Take) -> Take:
@@ -140,7 +147,7 @@ class GenerationClient:
         return counted
 
     async def complete(self, request: GenerationRequest) -> list[Completion]:
-        """The completions of a request, as `generate` gets them."""
+        """Generate a request's completions and return them all. Raises as `generate`."""
         found: dict[int, Completion] = {}
         await self.generate(
             request,
@@ -149,21 +156,21 @@ class GenerationClient:
         return [found[index] for index in range(request.n)]
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End requests with the tokens that they have; unknown ids are passed over."""
+        """End requests with their tokens so far; unknown ids are ignored."""
         parts: list[str] = []
         for request_id in request_ids:
             request = None if self.in_place else self._open.get(request_id)
             parts += [request_id] if request is None else part_ids(request)
-        ids = [f"generate-tokens-{part}" for part in parts]  # as in responses
+        ids = [f"generate-tokens-{part}" for part in parts]  # ids as in responses
         await self._control("POST", "/abort_requests", {"request_ids": ids})
 
     @property
     def unreported_tokens(self) -> int:
-        """What the server has sampled for the rollout, at most, since `load` was last asked."""
+        """Upper bound of tokens that the server has sampled for the rollout since the last `load`."""
         return self._requested + self._completed - self._reported
 
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
-        """Have the server load the weights of a version's file. Raises ServerLostError if any phase fails."""
+        """Make the server load a version's model weights. Raises ServerLostError if any phase fails."""
         async with self._in_time(f"version {version.version} was not loaded"):
             if self._adapters and not self.in_place:
                 await self._switch(version, interruption)
@@ -172,8 +179,10 @@ class GenerationClient:
                 await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
-        """Have vLLM read the base model's folder, of one file or several; with adapters it is there. Raises
-        ServerLostError."""
+        """Make vLLM load the base model's folder again. Raises ServerLostError.
+
+        With adapters the server already has the base model, so only the version is loaded.
+        """
         if self._adapters:
             await self.load_version(version, "resubmit")
             return
@@ -187,16 +196,16 @@ class GenerationClient:
             await self._resume_after_update()
 
     async def label(self, version: int) -> None:
-        """Set the version that the server reports for its weights."""
+        """Set the version that the server reports."""
         await self._control("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def abort_all(self) -> None:
-        """End all requests with the tokens that they have; the server goes on with whatever comes next."""
+        """End all requests with their tokens so far; the server continues with later requests."""
         await self.pause()
         await self.resume()
 
     async def pause(self) -> None:
-        """End all requests with the tokens that they have; what comes next waits."""
+        """End all requests with their tokens so far; later requests wait."""
         await self._control("POST", "/pause?mode=abort&clear_cache=false")
 
     async def resume(self) -> None:
@@ -226,7 +235,7 @@ class GenerationClient:
         return dataclasses.replace(load, recomputed_tokens=load.recomputed_tokens + self.resubmitted_tokens)
 
     async def loaded_version(self) -> int | None:
-        """The version that the server reports for its weights; None when their label is no number."""
+        """Return the version that the server reports; None if its label is no number."""
         label = orjson.loads(await self._control("GET", "/weight_info"))["weight_version"]
         return int(label) if label.isdigit() else None
 
@@ -240,7 +249,7 @@ class GenerationClient:
 
     @asynccontextmanager
     async def _in_time(self, otherwise: str) -> AsyncIterator[None]:
-        """Raise ServerLostError for a server that fails what is within, refuses it or takes too long."""
+        """Context manager: raises ServerLostError if the server fails, refuses the request or takes too long."""
         try:
             async with patience(self._update_timeout_s):
                 yield
@@ -252,23 +261,22 @@ class GenerationClient:
             raise ServerLostError(f"{self.url}: {otherwise}: {error}") from None
 
     async def _stage(self, version: PolicyVersion) -> None:
-        """Have the server read the weights, while it goes on decoding."""
+        """Make the server read the model weights while it continues decoding."""
         await self._control("POST", "/start_weight_update")
         info = {"path": version.path, "digest": version.digest}
         await self._control("POST", "/update_weights", {"update_info": info}, timeout_s=None)
-        if not self.in_place:  # vLLM reads in the background; meanwhile, no damaged file may get as far as a pause
+        if not self.in_place:  # vLLM reads in the background; check here, so that a damaged file causes no pause
             await self._check(version)
 
     async def _switch(self, version: PolicyVersion, interruption: str) -> None:
-        """Have requests name an adapter, which vLLM loads while it goes on decoding; those of versions before the last
-        one are unloaded."""
+        """Load an adapter into vLLM beside decoding, name it in later requests, unload all but the last two."""
         name, held = version_name(version), await self._held()
         if version.version and name not in held:
             there = await self._on_its_machine(version)
             await self._check(there)
             body = {"lora_name": name, "lora_path": there.path}
             await self._control("POST", "/v1/load_lora_adapter", body, timeout_s=None)
-        last, self._model = self._model, name  # before they are handed back, so that interrupted ones name it too
+        last, self._model = self._model, name  # before the pause, so that interrupted requests name it too
         await self._pause(interruption)
         await self.label(version.version)
         await self._resume_after_update()
@@ -276,11 +284,11 @@ class GenerationClient:
             await self._control("POST", "/v1/unload_lora_adapter", {"lora_name": old})
 
     async def _held(self) -> set[str]:
-        """The models that vLLM can be asked for."""
+        """Return the names of the models that vLLM serves."""
         return {model["id"] for model in orjson.loads(await self._control("GET", "/v1/models"))["data"]}
 
     async def _on_its_machine(self, version: PolicyVersion) -> PolicyVersion:
-        """The version where the server can read it, brought there while it goes on decoding."""
+        """Return the version with its path on the server's machine, after the stager has fetched it."""
         if self.stager is None:
             return version
         body = orjson.dumps(dataclasses.asdict(version))
@@ -291,7 +299,7 @@ class GenerationClient:
             raise GenerationError(f"{self.stager}/stage: no path in {content[:200]!r}") from None
 
     async def _check(self, version: PolicyVersion) -> None:
-        """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
+        """Raise GenerationError for a damaged file. A stager has already checked the versions that it fetched."""
         if self.stager is None:
             await asyncio.get_running_loop().run_in_executor(_VERIFYING, _verify, version)
 
@@ -301,7 +309,7 @@ class GenerationClient:
         await self._resume_after_update()
 
     async def _pause(self, interruption: str) -> None:
-        """Pause generation."""
+        """Pause generation for an update."""
         mode = {"resubmit": "abort", "keep": "keep", "wait": "wait", "recompute": "keep" if self.in_place else "abort"}
         clear_cache = "false" if interruption == "keep" else "true"
         self.resubmitted_tokens = 0
@@ -309,7 +317,7 @@ class GenerationClient:
         self._note()
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
         self._paused = True
-        self._completions.share_no_prefix()  # requests from now on run on the new weights
+        self._completions.share_no_prefix()  # later requests run on the new weights
         self._note()
 
     async def _resume_after_update(self) -> None:
@@ -321,7 +329,7 @@ class GenerationClient:
         self._swap_ms = 1e3 * (self._doing.seconds("update") - self._paused_before_s)
 
     def _vllm_load(self, metrics: str) -> ServerLoad:
-        """The load of a vLLM server, from its own counters and this client's clock."""
+        """Compute the load of a vLLM server from its counters and this client's clock."""
         values: dict[str, float] = {}
         for name, value in _METRIC.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
@@ -333,17 +341,17 @@ class GenerationClient:
             running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,
-            rollout_tokens=generated - self._other_tokens,  # vLLM does not tell whose they are
-            completion_s=self._completion_s,  # as if what runs at a look had run since the one before
+            rollout_tokens=generated - self._other_tokens,  # vLLM does not count requests separately
+            completion_s=self._completion_s,  # assumes that the current number ran since the last call
             idle_s=self._doing.seconds("wait"),
             paused_s=self._doing.seconds("update"),
             swap_ms=self._swap_ms,
-            recompute_ms=0.0,  # what was interrupted is prefilled among other requests
+            recompute_ms=0.0,  # interrupted completions are prefilled among other requests
             recomputed_tokens=0,
         )
 
     def _note(self) -> None:
-        """Note what the server does from now on, as far as its client knows."""
+        """Record the server's activity from now on, as far as its client knows."""
         self._doing.note("update" if self._paused else "generate" if self._open else "wait")
 
     async def _control(
@@ -355,7 +363,7 @@ class GenerationClient:
 
 
 def _verify(version: PolicyVersion) -> None:
-    """Raises GenerationError for a file that is not what the version says, OSError for one that can't be read."""
+    """Raise GenerationError for a file that doesn't match the version, OSError for an unreadable one."""
     try:
         with verified(Path(version.path), version.digest):
             pass

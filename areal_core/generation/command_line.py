@@ -1,4 +1,4 @@
-"""The command-line options that every generation server has."""
+"""Command-line options that all generation servers share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def server_parser(module: str) -> argparse.ArgumentParser:
 
 
 def server_token(arguments: argparse.Namespace) -> str | None:
-    """What every request must carry; None for a server that takes those of everybody on this machine. Raises
-    ConfigError."""
+    """Return the token that requests must carry; None: any request on this machine is accepted.
+
+    Raises ConfigError if the token is missing or unreadable.
+    """
     if arguments.token_file is not None:
         return read_token(arguments.token_file)
     if not _is_loopback(arguments.host):
@@ -39,7 +41,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def read_token(file: Path) -> str:
-    """The token that a file of the option --token-file holds. Raises ConfigError."""
+    """Read the token from the file of --token-file. Raises ConfigError."""
     try:
         token = file.read_text().strip()
     except OSError as error:

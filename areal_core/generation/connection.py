@@ -1,4 +1,4 @@
-"""HTTP with one generation server: a session, what its failures mean, and requests for completions."""
+"""HTTP with one generation server: a session, its errors, and requests for completions."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.data_plane import Take
 from areal_core.types import GenerationRequest
 
-_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
-_READ_BYTES = 2**20  # that may wait to be taken: bodies are megabytes
+_KEEP_ALIVE_S = 2.0  # vLLM closes idle connections after 5 s; to a request sent just then the server looks lost
+_READ_BYTES = 2**20  # read buffer; bodies are megabytes
 _GENERATE = "/inference/v1/generate"
 _JSON = {"Content-Type": "application/json"}
 
 
 class Connection:
-    """Of the event loop that it is made on. Raises ServerLostError when the server can't be reached or answers with a
-    5xx status, GenerationError for another status than 200."""
+    """HTTP session with a server, on the event loop that creates it.
+
+    Methods raise ServerLostError if the server can't be reached or answers with a 5xx status, and GenerationError for
+    any other status than 200.
+    """
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url
-        # Without a bound on connections: requests wait at the server, which schedules them.
+        # No bound on connections: requests queue at the server, which schedules them.
         self._session = aiohttp.ClientSession(
             base_url=url,
             headers=authorization(token),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             read_bufsize=_READ_BYTES,
-            # Nor with time limits of its own, which this process' own lag would exceed.
+            # No time limits here: this process's own lag would exceed them.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         )
 
     async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None) -> bytes:
-        """The body of a response, which takes at most so long, in which this process could listen."""
+        """Return a response's body. `timeout_s` counts only time in which this process could listen."""
         if timeout_s is None:
             return await self._read(method, path, body)
         try:
@@ -53,7 +56,10 @@ class Connection:
     async def answered(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """A response of status 200, to be read within `failures` and released; a `body` is JSON."""
+        """Send a request and return its response of status 200. A `body` is JSON.
+
+        The caller must read the response within `failures` and release it.
+        """
         where = self._where(path)
         if self._session.closed:
             raise ServerLostError(f"{where}: the client is closed")
@@ -67,7 +73,7 @@ class Connection:
 
     @contextmanager
     def failures(self, path: str) -> Iterator[None]:
-        """Turns what a connection fails with into ServerLostError."""
+        """Context manager: turns connection errors into ServerLostError."""
         try:
             yield
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
@@ -86,16 +92,16 @@ class Connection:
 
 
 class Completions:
-    """Requests completions of one server and reads them, all on one loop. Raises what `Connection` does."""
+    """Requests completions from one server and reads them, all on one event loop. Raises the errors of `Connection`."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url
         self._token = token
-        self._connection: Connection | None = None  # of the loop that they are requested on
+        self._connection: Connection | None = None  # on the event loop of the requests
         self.share_no_prefix()
 
     async def in_parts(self, request: GenerationRequest, model: str, take: Take) -> None:
-        """As the embedded server sends them."""
+        """Request all completions at once; the embedded server sends them in parts as they end."""
         body, missing, connection = encode_request(request, model), request.n, self._connected()
         with connection.failures(_GENERATE):
             async with await connection.answered("POST", _GENERATE, body, {"Accept": PARTS}) as response:
@@ -107,13 +113,16 @@ class Completions:
             raise ServerLostError(f"{self._url}: the response to {request.request_id} ended early")
 
     async def one_by_one(self, request: GenerationRequest, model: str, take: Take) -> None:
-        """A request for each completion: vLLM makes as many of one, with these seeds, and answers when all have ended.
-        Its prefix cache computes their prompt once."""
+        """Send one request per completion: vLLM answers a request only after its last completion.
+
+        vLLM gives completion i of a request the seed `seed` + i, so the completions are the same. Its prefix cache
+        computes their prompt once.
+        """
         parts = [
             dataclasses.replace(request, request_id=request_id, n=1, seed=request.seed + index)
             for index, request_id in enumerate(part_ids(request))
         ]
-        # What one of them meets does not concern the others, whose completions are worth having.
+        # An error of one request must not cost the completions of the others.
         outcomes = await asyncio.gather(
             *(self._one(part, model, index, take) for index, part in enumerate(parts)), return_exceptions=True
         )
@@ -126,7 +135,7 @@ class Completions:
         take((index,), receive(await self._connected().call("POST", _GENERATE, body)))
 
     def share_no_prefix(self) -> None:
-        """From now on, have requests to vLLM reuse no keys and values that an earlier one has cached."""
+        """Make later requests to vLLM ignore keys and values cached by earlier ones."""
         self._cache_salt = secrets.token_hex(8)
 
     async def close(self) -> None:
@@ -139,5 +148,5 @@ class Completions:
 
 
 def part_ids(request: GenerationRequest) -> list[str]:
-    """Ids of the requests that `one_by_one` makes of one."""
+    """Return the ids of the requests that `one_by_one` makes of a request."""
     return [request.request_id] if request.n == 1 else [f"{request.request_id}.{index}" for index in range(request.n)]

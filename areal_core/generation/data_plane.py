@@ -1,5 +1,7 @@
-"""A thread with an event loop of its own for what is large: bodies of responses come in and are read there, while the
-loop that asked for them goes on. That one gets what was read of them, a little in each of its turns."""
+"""A thread with its own event loop that receives and reads large response bodies.
+
+The loop that made the request continues meanwhile. It takes the bodies that were read, a few in each of its turns.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,33 @@ from typing import Any
 
 from areal_core.api.pending_completions import Received
 
-_TURN_S = 0.001  # that taking may last in a turn of the loop that asked, and what is taken last
+_TURN_S = 0.001  # time that a turn of the requesting loop may spend on taking, plus the last item
 
 Take = Callable[[tuple[int, ...], Received], None]
-"""Is given completions of a request, by their indices, and the body that has them as its choices, in that order."""
+"""Receives completions of a request by index, with the body that holds them as choices in that order."""
 
 Work = Callable[[Take], Coroutine[Any, Any, None]]
 
 
 Event = tuple[tuple[int, ...], Received] | BaseException | None
-"""What work takes, how it failed, or None: it is done."""
+"""Arguments of `take`, an error of the work, or None when it is done."""
 
 
 class DataPlane:
-    """A loop in a thread, which begins with the first work. All that ask are of one loop."""
+    """An event loop in a thread that starts with the first work. All callers must be on one event loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._events: deque[tuple[asyncio.Future[None], Take, Event]] = deque()
         self._lock = threading.Lock()
-        self._called = False  # `_look` is, or will be
+        self._called = False  # a call of `_look` is scheduled
 
     async def run(self, work: Work, take: Take) -> None:
-        """Do the work there, and have `take` called here, in order, with what it takes. Returns when all is taken.
-        Raises what the work raises, or `take`; then, and when cancelled, it cancels the work and takes no more."""
+        """Run the work in the thread, and call `take` here, in order, with its results. Returns when all are taken.
+
+        Raises errors of the work or of `take`. In that case, and when cancelled, it cancels the work and takes no more.
+        """
         here = asyncio.get_running_loop()
         done = here.create_future()
 
@@ -50,7 +54,7 @@ class DataPlane:
         async def there() -> None:
             try:
                 await work(lambda *taken: post(taken))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the work was asked for
+            except BaseException as error:  # noqa: BLE001 - raised again in `run`
                 post(error)
             else:
                 post(None)
@@ -59,12 +63,12 @@ class DataPlane:
         try:
             await done
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the thread has ended, and all work with it
+            with contextlib.suppress(RuntimeError):  # the thread has ended with all its work
                 working.cancel()
             raise
 
     async def close(self) -> None:
-        """End the thread; work under way is cancelled."""
+        """End the thread and cancel running work."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             await asyncio.to_thread(self._thread.join)
@@ -99,7 +103,7 @@ def _see(done: asyncio.Future[None], take: Take, event: Event) -> None:
     else:
         try:
             take(*event)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is for who waits
+        except Exception as error:  # noqa: BLE001 - raised again in `run`
             done.set_exception(error)
 
 

@@ -1,9 +1,10 @@
-"""Adapters (LoRA): what is trained and published where the weights of the base model stay as they are.
+"""Adapters (LoRA): small matrices that are trained and published in place of the base model's weights.
 
-A linear layer with the weight W [out, in] computes W x + scale * B A x, with A [rank, in] and B [out, rank]; B is 0 at
-first, so that version 0 is the base model. In this package the two are called as W is, with `lora_A.weight` and
-`lora_B.weight` for `weight`. Files are in peft's format, whose names have a prefix; their header says what Lora they
-are, so that their hash covers it. Numpy alone.
+A linear layer with weight W [out, in] computes W x + scale * B A x, with A [rank, in] and B [out, rank]. B starts at 0,
+so version 0 is the base model. A and B have the name of W with `lora_A.weight` and `lora_B.weight` for `weight`.
+
+Files are in peft's format, whose names have a prefix. The file header holds the Lora settings, so the file's hash
+covers them. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from areal_core.types import Float32Array, Lora
 ADAPTER = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
-_HEADER = "lora"  # the entry of a file's header
-_LAYER = re.compile(r"(?P<layer>.*\.\d+\..*?(?P<last>[^.]+))\.weight")  # within one of the decoder's numbered layers
+_HEADER = "lora"  # key of the Lora settings in a file's header
+_LAYER = re.compile(r"(?P<layer>.*\.\d+\..*?(?P<last>[^.]+))\.weight")  # inside one of the decoder's numbered layers
 
 
 def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of an adapter. Raises ConfigError for a target that the model lacks."""
+    """Return name and shape of every tensor of an adapter. Raises ConfigError for a target that the model lacks."""
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: dict[str, None] = {}  # of linear layers
     for name, shape in weight_shapes(spec).items():
@@ -48,12 +49,12 @@ def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
 
 
 def trained_shapes(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what is trained: an adapter, or without one all weights."""
+    """Return name and shape of every trained tensor: of the adapter, or without one of the model."""
     return weight_shapes(spec) if lora is None else adapter_shapes(spec, lora)
 
 
 def init_adapter(spec: ModelSpec, lora: Lora, seed: int) -> dict[str, Float32Array]:
-    """A fresh adapter, a pure function of the seed: B is 0, and A uniform within 1 / sqrt(in), as peft has it."""
+    """Make a fresh adapter from a seed: B is 0, A uniform within +-1 / sqrt(in), as in peft."""
     generator = np.random.default_rng(seed)
     adapter: dict[str, Float32Array] = {}
     for name, shape in adapter_shapes(spec, lora).items():
@@ -66,7 +67,7 @@ def init_adapter(spec: ModelSpec, lora: Lora, seed: int) -> dict[str, Float32Arr
 
 
 def merged(weights: Mapping[str, Float32Array], adapter: Mapping[str, Float32Array], lora: Lora) -> dict[str, Any]:
-    """The weights of a model with its adapter added to them; those without one are not copied."""
+    """Return the model weights with the adapter added. Tensors without an adapter are not copied."""
     result: dict[str, Any] = dict(weights)
     for name, up in adapter.items():
         layer, is_b, _ = name.partition(".lora_B.weight")
@@ -77,14 +78,16 @@ def merged(weights: Mapping[str, Float32Array], adapter: Mapping[str, Float32Arr
 
 
 def write_adapter(file: Path, adapter: Mapping[str, NDArray[Any]], lora: Lora) -> Written:
-    """Write a file in peft's format. Raises OSError."""
+    """Write an adapter file in peft's format. Raises OSError."""
     tensors = {_PREFIX + name: array for name, array in adapter.items()}
     return write_tensors(file, tensors, header={_HEADER: json.dumps(asdict(lora))})
 
 
 def write_adapter_config(folder: Path, lora: Lora, base: str = "") -> None:
-    """Write what peft and vLLM read beside the file. `base` is the base model: a folder, or its name on the Hub as in
-    model.path. Raises OSError."""
+    """Write the adapter_config.json that peft and vLLM read. Raises OSError.
+
+    `base` is the base model: a folder, or its name on the Hub as in model.path.
+    """
     name, _, revision = base.removeprefix(hub.PREFIX).partition("@") if base.startswith(hub.PREFIX) else (base, "", "")
     config = {
         "peft_type": "LORA",
@@ -103,7 +106,10 @@ def write_adapter_config(folder: Path, lora: Lora, base: str = "") -> None:
 
 
 def read_lora(file: Path) -> Lora | None:
-    """What adapter a file holds; None for one of whole weights. Raises ModelError when it is missing or damaged."""
+    """Read the Lora settings of an adapter file; None for a file of whole model weights.
+
+    Raises ModelError if the file is missing or damaged.
+    """
     with open_weights(file) as tensors:
         found = (tensors.metadata() or {}).get(_HEADER)
     if found is None:
@@ -113,12 +119,12 @@ def read_lora(file: Path) -> Lora | None:
 
 
 def own_names(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The tensors of a file in peft's format, by this package's names."""
+    """Rename tensors from peft's format to this package's names."""
     return {name.removeprefix(_PREFIX): array for name, array in tensors.items()}
 
 
 def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Array]:
-    """The adapter that a file holds. Raises ModelError naming the tensor that is not the model's."""
+    """Read an adapter file as float32. Raises ModelError naming the first tensor that does not fit the model."""
     adapter = {name: as_float32(stored) for name, stored in own_names(stored_tensors(file)).items()}
     try:
         check_shapes(adapter_shapes(spec, lora), adapter, exactly=True)

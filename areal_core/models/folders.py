@@ -1,6 +1,6 @@
-"""Model folders of Qwen2, Qwen3 and Llama decoders in the transformers format: weights read by name, folders written.
+"""Read and write model folders of Qwen2, Qwen3 and Llama decoders as torch tensors.
 
-Generation and training each run these weights in their own way; what they must agree on is here and in
+Generation and training run the model weights each in their own way. What they must agree on is here and in
 `areal_core.models.spec`.
 """
 
@@ -23,15 +23,18 @@ _SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map
 
 
 def read_weights(source: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The weights of a model folder or of one safetensors file, as `read_arrays` has them, as float32 tensors."""
+    """Read model weights of a folder or safetensors file as float32 tensors. Raises as `read_arrays`."""
     return {name: torch.from_numpy(array) for name, array in read_arrays(source, spec).items()}
 
 
 def write_model(
     folder: str | Path, spec: ModelSpec, weights: Mapping[str, Tensor], tokenizer_file: Path | None
 ) -> None:
-    """Write a complete folder in the transformers format. `tokenizer_file` is a tokenizer.json; what lies beside it of
-    tokenizer, chat template and generation settings is copied too."""
+    """Write a complete model folder in the transformers format.
+
+    `tokenizer_file` is a tokenizer.json. Tokenizer settings, chat template and generation settings next to it are
+    copied too. Raises ModelError if the tensors don't match the spec.
+    """
     check_weights(spec, weights)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,8 +49,10 @@ def write_model(
 
 
 def init_weights(spec: ModelSpec, seed: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Fresh float32 weights: normal with standard deviation 0.02, biases 0, norms 1; a pure function of the seed on a
-    kind of device."""
+    """Make fresh float32 model weights: normal with standard deviation 0.02, biases 0, norms 1.
+
+    The seed and the kind of device determine them.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(spec).items():
@@ -61,8 +66,10 @@ def init_weights(spec: ModelSpec, seed: int, device: str = "cpu") -> dict[str, T
 
 
 def rope_tables(spec: ModelSpec, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim], halves repeated: with
-    rotate_half(x) = (-x2, x1), a rotated head is x * cos + rotate_half(x) * sin."""
+    """Compute cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim].
+
+    The halves repeat. With rotate_half(x) = (-x2, x1), a rotated head is x * cos + rotate_half(x) * sin.
+    """
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, **float32) / spec.head_dim)
     angles = torch.outer(torch.arange(length, **float32), frequencies)

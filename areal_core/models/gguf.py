@@ -1,7 +1,7 @@
-"""GGUF files of Llama, Qwen2 and Qwen3 decoders, as llama.cpp and Ollama have them, turned into model folders.
+"""Convert GGUF files of Llama, Qwen2 and Qwen3 decoders (llama.cpp, Ollama) to model folders.
 
-Weights are dequantised to float32 by the `gguf` package. The tokenizer is built from the file's own tokens and merges;
-how text is cut before them, which a file names but does not hold, is known here for the families in `_CUTS`.
+The `gguf` package dequantises model weights to float32. The tokenizer is built from the file's tokens and merges. A
+file names its pre-tokenizer but does not hold it: `_CUTS` has those of the supported families.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _by_words(digits: str) -> list[Any]:
     ]
 
 
-_CUTS = {  # tokenizer.ggml.pre -> what cuts a text before merges
+_CUTS = {  # tokenizer.ggml.pre -> pre-tokenizers
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "default": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -54,8 +54,10 @@ _CUTS = {  # tokenizer.ggml.pre -> what cuts a text before merges
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file as a model folder in the transformers format: weights, tokenizer, chat template. Raises
-    ModelError naming the file and what it lacks, or has and is not supported."""
+    """Convert a GGUF file to a transformers folder: model weights, tokenizer, chat template.
+
+    Raises ModelError naming the file and the missing or unsupported field.
+    """
     reader = _opened(file)
     try:
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -87,7 +89,7 @@ def _opened(file: Path) -> GGUFReader:
         return GGUFReader(file)
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file") from None
-    except (OSError, ValueError, IndexError, KeyError) as error:  # what the package raises for a damaged file
+    except (OSError, ValueError, IndexError, KeyError) as error:  # raised by the package for damaged files
         raise ModelError(f"{file}: not a readable GGUF file ({error})") from error
 
 
@@ -144,7 +146,7 @@ def _weights(reader: GGUFReader, spec: ModelSpec, kind: str) -> dict[str, Float3
     for name in weight_shapes(spec):
         tensor = stored.get(names.get_name(name, try_suffixes=(".weight", ".bias")) or "")
         if tensor is None:
-            continue  # `check_shapes` names it
+            continue  # `check_shapes` reports it
         array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         if kind == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
             array = _halves(array, spec.heads if found[1] == "q" else spec.kv_heads)
@@ -154,8 +156,10 @@ def _weights(reader: GGUFReader, spec: ModelSpec, kind: str) -> dict[str, Float3
 
 
 def _halves(array: Float32Array, heads: int) -> Float32Array:
-    """Rows of a query or key projection in the order of transformers, which rotates the two halves of a head; the
-    file's order has the two that are rotated together side by side. [heads * head_dim, ...] -> the same."""
+    """Reorder query or key rows from llama.cpp to transformers. [heads * head_dim, ...] -> the same.
+
+    transformers rotates the two halves of a head. llama.cpp keeps rows that are rotated together side by side.
+    """
     return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub: `hub:owner/name`, and `@revision` (a branch, a tag or a commit) behind it.
+"""Fetch models of the Hugging Face Hub: `hub:owner/name`, or `hub:owner/name@revision`.
 
-What was fetched once lies in the Hub's own cache (HF_HOME), which is all that is asked with HF_HUB_OFFLINE=1, or where
-the Hub can't be reached.
+A revision is a branch, a tag or a commit. The Hub's own cache (HF_HOME) keeps fetched models. With HF_HUB_OFFLINE=1, or
+if the Hub can't be reached, only the cache is used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # no weight
 
 
 def fetch(path: str) -> Path:
-    """The folder of a model by its name on the Hub, fetched where it isn't there yet. Raises ModelError."""
+    """Return the local folder of a Hub model, fetching it if the cache lacks it. Raises ModelError."""
     found = _NAME.fullmatch(path.removeprefix(PREFIX))
     if found is None:
         raise ModelError(f"must be of the form hub:owner/name or hub:owner/name@revision, got {path!r}")
-    from huggingface_hub import snapshot_download  # a part of a second of imports
+    from huggingface_hub import snapshot_download  # importing it takes a part of a second
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
     try:

@@ -1,9 +1,9 @@
-"""The spec of a model folder in the transformers format, and checks of its weights against it, without torch.
+"""Read the spec of a model folder, and check the folder's tensors against it, without torch.
 
-Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight"): of Qwen2, Qwen3 and
-Llama decoders they follow from the spec; of all others, which only transformers' modules and vLLM run, from the files.
-`read_arrays` reads the weights as numpy arrays, for engines that do without torch, whose import takes a second and a
-half and 200 MB of every process; `areal_core.models.folders` reads them as tensors.
+Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight"). For Qwen2, Qwen3 and
+Llama decoders they follow from the spec. For other models, which only transformers and vLLM run, they come from the
+files. `read_arrays` reads numpy arrays, for engines without torch, whose import costs every process 1.5 s and 200 MB.
+`areal_core.models.folders` reads tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_core.types import Float32Array
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 _HEAD = "lm_head.weight"
-_OTHER_NAMES = {  # of fields, in the configurations of older models
+_OTHER_NAMES = {  # of fields, in configurations of older models
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -34,24 +34,23 @@ _OTHER_NAMES = {  # of fields, in the configurations of older models
 
 
 class _UnsupportedError(ModelError):
-    """A model that is sound, as far as can be seen, and has what this package's own passes lack."""
+    """The model is sound but needs something that this package's own forward pass lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersModel:
-    """What is known of a model that transformers' own modules train and vLLM serves."""
+    """A model that transformers' own modules train and vLLM serves."""
 
-    why: str  # this package's own passes don't run it: the field of config.json, what they take, what it has
+    why: str  # why this package can't run it: the field of config.json, the supported values, its value
     config: str  # config.json
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder. Unless transformers' module runs it, rotary embeddings are the plain ones, and the
-    activation is SwiGLU with silu."""
+    """The shape of a decoder. This package's own forward passes use plain rotary embeddings and SwiGLU with silu."""
 
-    architecture: str  # one of MODEL_TYPES, or another that transformers has
+    architecture: str  # one of MODEL_TYPES, or another of transformers
     vocab_size: int
     hidden_size: int
     layers: int
@@ -62,11 +61,11 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rms_eps: float = 1e-6
     qkv_bias: bool = False
-    qk_norm: bool = False  # an RMS norm over each head of queries and keys, before they are rotated
+    qk_norm: bool = False  # RMS norm over each head of queries and keys, before rotation
     tie_embeddings: bool
     context: int  # tokens, prompt and completion together
     eos_token_ids: tuple[int, ...]
-    transformers: TransformersModel | None = None  # then of the fields above only those of its size count
+    transformers: TransformersModel | None = None  # if set, only the size fields above apply
 
     @property
     def parameters(self) -> int:
@@ -74,11 +73,13 @@ class ModelSpec:
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a folder in the transformers format, from config.json and generation_config.json. Where
-    this package's own passes lack something (another architecture, rope scaling, sliding windows, another activation,
-    other biases) it is one for transformers' module, and the files of weights are looked into, too.
+    """Read the spec of a model folder from config.json and generation_config.json.
 
-    Raises ModelError naming the folder and the field when the folder is missing or broken.
+    If this package's own forward pass lacks a feature, the spec is one for transformers' module, and the tensor files
+    are inspected too. Such features are other architectures, rope scaling, sliding windows, other activations, other
+    biases.
+
+    Raises ModelError naming the folder and the field if the folder is missing or broken.
     """
     folder = Path(folder)
     config = _Config(folder, read_json(folder / "config.json"))
@@ -89,7 +90,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
 
 
 class _Config:
-    """The fields of config.json, read as what they must be."""
+    """The fields of config.json, with their types checked."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -116,7 +117,7 @@ class _Config:
         return value
 
     def size(self, *, head_dim: int | None = None) -> dict[str, Any]:
-        """The fields of a spec that say how large the model is; `head_dim` where config.json names none."""
+        """Return the fields of a spec that give the model's size. `head_dim` is the default if config.json has none."""
         heads, hidden_size = self.count("num_attention_heads"), self.count("hidden_size")
         return {
             "vocab_size": self.count("vocab_size"),
@@ -130,7 +131,7 @@ class _Config:
         }
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Those of generation_config.json, or where it names none of config.json."""
+        """Return the end tokens of generation_config.json, or else those of config.json."""
         file = self.folder / "generation_config.json"
         ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
         name, ids = ("config.json", self.values.get("eos_token_id")) if ids is None else (file.name, ids)
@@ -138,14 +139,16 @@ class _Config:
         return check_tokens(ids, self.count("vocab_size"), f"{self.folder}: eos_token_id of {name}")
 
     def tied(self, default: bool) -> bool:
-        """Whether the embedding is the head as well. As in transformers, it is not where a head is stored that differs
-        from it, whatever tie_word_embeddings says."""
+        """Tell whether the embedding is also the head.
+
+        As in transformers, a stored head that differs from the embedding overrides tie_word_embeddings.
+        """
         said = self.values.get("tie_word_embeddings")
         return bool(default if said is None else said) and not _has_own_head(self.folder)
 
 
 def _own(config: _Config) -> ModelSpec:
-    """The spec of a model that this package's own passes run. Raises _UnsupportedError for others."""
+    """Build the spec of a model that this package's own forward pass runs. Raises _UnsupportedError for others."""
     folder, architecture = config.folder, config.architecture
     if architecture not in MODEL_TYPES:
         raise _UnsupportedError(f"architectures must name one of {', '.join(MODEL_TYPES)}, got {architecture!r}")
@@ -160,7 +163,7 @@ def _own(config: _Config) -> ModelSpec:
     if others:
         raise _UnsupportedError(f"layer_types must be full_attention in every layer, got {others[0]!r}")
     qwen3 = architecture == "Qwen3ForCausalLM"
-    size = config.size(head_dim=128 if qwen3 else None)  # where none is named, as transformers has it
+    size = config.size(head_dim=128 if qwen3 else None)  # the default of transformers
     heads, kv_heads, head_dim = size["heads"], size["kv_heads"], size["head_dim"]
     if heads % kv_heads:
         raise ModelError(f"{folder}: num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}")
@@ -183,7 +186,7 @@ def _by_transformers(config: _Config, why: str) -> ModelSpec:
         raise ModelError(f"{config.folder}: quantization_config must be absent: quantised weights can't be trained")
     shapes = {name: tensor.shape for name, tensor in stored_tensors(config.folder).items()}
     size, values = config.size(), dict(config.values)
-    if _HEAD in shapes:  # for transformers, which may tie by default
+    if _HEAD in shapes:  # explicit, because transformers may tie by default
         values["tie_word_embeddings"] = config.tied(default=True)
         if values["tie_word_embeddings"]:
             del shapes[_HEAD]
@@ -197,12 +200,12 @@ def _by_transformers(config: _Config, why: str) -> ModelSpec:
 
 
 def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """The end tokens of a model folder, without loading the model. Raises ModelError."""
+    """Read the end tokens of a model folder without loading the model. Raises ModelError."""
     return _Config(Path(folder), read_json(Path(folder) / "config.json")).end_tokens()
 
 
 def check_tokens(ids: Sequence[Any], vocab_size: int, name: str) -> tuple[int, ...]:
-    """Tokens that the model has. Raises ModelError, which begins with `name`."""
+    """Return `ids` if all are tokens of the model. Else raises ModelError, beginning with `name`."""
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise ModelError(f"{name} must be token ids from 0 to {vocab_size - 1}, below vocab_size, got {ids!r}")
     return tuple(ids)
@@ -214,7 +217,7 @@ def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
     config = _config(spec) | {"dtype": dtype}
     if spec.transformers is None:
         config |= ids
-    config.pop("torch_dtype", None)  # of older folders
+    config.pop("torch_dtype", None)  # the name in older folders
     sampling = {"do_sample": True, "temperature": 1.0, **ids}
     for name, value in (("config.json", config), ("generation_config.json", sampling)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
@@ -234,7 +237,7 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "intermediate_size": spec.intermediate_size,
         "hidden_act": "silu",
-        "rope_theta": spec.rope_theta,  # readers older than transformers 5
+        "rope_theta": spec.rope_theta,  # for readers older than transformers 5
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
         "rms_norm_eps": spec.rms_eps,
         "tie_word_embeddings": spec.tie_embeddings,
@@ -244,8 +247,10 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in the order of the forward pass, or of the files where transformers' module runs
-    them; no lm_head.weight when embeddings are tied."""
+    """Return name and shape of every tensor; no lm_head.weight if embeddings are tied.
+
+    The order is that of the forward pass. For transformers' module it is that of the files.
+    """
     if spec.transformers is not None:
         return dict(spec.transformers.tensors)
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -271,8 +276,10 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any], *, exactly: bool = False) -> None:
-    """Raise ModelError naming the first tensor that is missing or of another shape; with `exactly` also one that is
-    surplus."""
+    """Raise ModelError naming the first tensor that is missing or has another shape.
+
+    `exactly` also rejects surplus tensors.
+    """
     for name, shape in shapes.items():
         if name not in tensors:
             raise ModelError(f"{name}: tensor is missing, expected shape {list(shape)}")
@@ -283,12 +290,12 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, An
 
 
 def check_weights(spec: ModelSpec, weights: Mapping[str, Any]) -> None:
-    """Raise ModelError naming the first tensor that is missing, surplus or of another shape than the spec's."""
+    """Raise ModelError naming the first tensor that is missing, surplus or of another shape."""
     check_shapes(weight_shapes(spec), weights, exactly=True)
 
 
 def check_folder(folder: str | Path) -> ModelSpec:
-    """The spec of a folder whose weights are all there, whole and of the right shapes; only their headers are read.
+    """Read the spec of a folder and check names and shapes of all its tensors, from their headers alone.
 
     Raises what `read_spec` raises, and ModelError naming the file or the tensor.
     """
@@ -302,7 +309,7 @@ def check_folder(folder: str | Path) -> ModelSpec:
 
 
 def _has_own_head(folder: Path) -> bool:
-    """Whether a head is stored that is no copy of another tensor, the embedding."""
+    """Tell whether the folder stores a head that is no copy of another tensor, the embedding."""
     stored = stored_tensors(folder, present=True)
     head = stored.pop(_HEAD, None)
     return head is not None and not any(equal_bytes(head, other) for other in stored.values())
@@ -321,7 +328,7 @@ def _weight_files(source: Path) -> list[Path]:
 
 
 def open_weights(file: Path) -> Any:
-    """A safetensors file, open for reading, a context manager. Raises ModelError when it is missing or damaged."""
+    """Open a safetensors file for reading, as a context manager. Raises ModelError if it is missing or damaged."""
     try:
         return safe_open(file, framework="numpy")
     except FileNotFoundError:
@@ -331,8 +338,10 @@ def open_weights(file: Path) -> Any:
 
 
 def stored_tensors(source: Path, *, present: bool = False) -> dict[str, NDArray[Any]]:
-    """The `mapped_tensors` of a model folder (one safetensors file, or several with an index) or of one file.
-    Raises ModelError when a file is damaged or, unless `present` says that only those that exist count, missing."""
+    """Map the tensors of a model folder (one safetensors file, or several with an index) or of one file.
+
+    Raises ModelError for a damaged or missing file. `present` skips missing files instead.
+    """
     tensors: dict[str, NDArray[Any]] = {}
     for file in _weight_files(source):
         if file.exists() or not present:
@@ -360,7 +369,10 @@ def _number(folder: Path, name: str, value: Any) -> float:
 
 
 def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
-    """transformers 5 keeps it under rope_parameters, older folders at the top beside rope_scaling."""
+    """Find rope_theta: under rope_parameters in transformers 5, at the top level in older folders.
+
+    Raises _UnsupportedError for scaled or partial rotary embeddings.
+    """
     for group in ("rope_parameters", "rope_scaling"):
         rope = config.get(group) or {}
         if not isinstance(rope, dict):
@@ -374,10 +386,10 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
-    """The weights of a model folder (one safetensors file or several with an index) or of one safetensors file.
+    """Read float32 model weights of a folder (one or several safetensors files) or of one file.
 
-    Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
-    the model does not use (a tied lm_head.weight, say) are left out.
+    Tensors that the model does not use are left out, for example a tied lm_head.weight. Raises ModelError naming the
+    file or the tensor if something is missing, damaged or of another shape.
     """
     stored = stored_tensors(Path(source))
     found = {name: as_float32(stored[name]) for name in weight_shapes(spec) if name in stored}
@@ -389,10 +401,12 @@ def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[Float32Array, Float32Array]:
-    """cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim / 2], in float32 as
-    transformers computes them."""
+    """Compute cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim / 2].
+
+    They are float32, as transformers computes them.
+    """
     exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    # Rounded where torch rounds: at far positions the last bit of a frequency shows, and numpy's float32 power errs.
+    # Rounded where torch rounds: at far positions the last bit of a frequency matters, and numpy's float32 power errs.
     powers = np.float64(spec.rope_theta) ** exponents.astype(np.float64)
     frequencies = np.float32(1.0) / powers.astype(np.float32)
     angles = np.outer(np.arange(length, dtype=np.float32), frequencies)

@@ -1,5 +1,7 @@
-"""Safetensors files without torch: written piece by piece with their hash, where the library wants all of it in memory
-twice; with bfloat16, which numpy does not know: arrays of uint16 hold its numbers.
+"""Read and write safetensors files without torch.
+
+Files are written and hashed piece by piece, where the library would hold all data in memory twice. bfloat16, which
+numpy lacks, is kept in uint16 arrays.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from areal_core.errors import ModelError
 from areal_core.types import Float32Array
 
 _WORDS = {"F": "float", "I": "int", "U": "uint"}
-_NUMBERS = ("F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U32", "U64")  # as files name them
+_NUMBERS = ("F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U32", "U64")  # names in files
 DTYPES: dict[str, np.dtype[Any]] = {"BOOL": np.dtype(bool)} | {
     kind: np.dtype(_WORDS[kind[0]] + kind[1:]) for kind in _NUMBERS
 }
 _STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
 _NAMES = {dtype.name: kind for kind, dtype in _STORED.items()}
 _ALIGNMENT = 8  # of the header, in bytes
-_PIECE = 1 << 22  # bytes that are hashed at once, by several threads
-_WRITTEN = 1 << 18  # bytes that are written at once: for more, Linux looks for large pages, which may take it long
+_PIECE = 1 << 22  # bytes hashed at once, by several threads
+_WRITTEN = 1 << 18  # bytes written at once: for more, Linux may search long for large pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,9 @@ class Written:
 def write_tensors(
     path: Path, tensors: Mapping[str, NDArray[Any]], *, header: Mapping[str, str] | None = None
 ) -> Written:
-    """Write a safetensors file. The same tensors make the same bytes.
+    """Write a safetensors file. Equal tensors give equal bytes.
 
-    header: what its header is to say besides. Raises OSError.
+    `header` has additional entries of the file's metadata. Raises OSError.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(header or {})}}
     end = 0
@@ -73,8 +75,10 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 
 
 def mapped_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a sound safetensors file, mapped: read when they are looked at; bfloat16 as uint16. Raises
-    OSError, and ModelError for numbers of another type."""
+    """Map the tensors of a valid safetensors file. Data is read on access; bfloat16 is uint16.
+
+    Raises OSError, and ModelError for unknown dtypes.
+    """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         entries: dict[str, Any] = json.loads(stream.read(size))
@@ -89,24 +93,24 @@ def mapped_tensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def as_float32(mapped: NDArray[Any]) -> Float32Array:
-    """The numbers of a mapped tensor; the mapping itself where they are float32."""
+    """Convert a mapped tensor to float32. A float32 mapping is returned itself."""
     return from_bfloat16(mapped) if mapped.dtype == np.uint16 else np.require(mapped, np.float32, ["A", "W"])
 
 
 def equal_bytes(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two tensors are stored alike. Compares piece by piece, up to the first that differs."""
+    """Tell whether two tensors have the same bytes. Compares piece by piece, up to the first difference."""
     left, right = (tensor.reshape(-1).view(np.uint8) for tensor in (one, other))
     pieces = (slice(at, at + _PIECE) for at in range(0, len(left), _PIECE))
     return len(left) == len(right) and all(np.array_equal(left[piece], right[piece]) for piece in pieces)
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of float32 numbers, rounded to the nearest, ties to even; a NaN stays one."""
+    """Round float32 numbers to bfloat16, as their upper halves. Rounds to nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 
 def from_bfloat16(halves: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 numbers of these upper halves."""
+    """Convert bfloat16 numbers, given as upper halves, to float32."""
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

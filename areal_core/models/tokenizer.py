@@ -1,6 +1,6 @@
-"""Text to tokens and back through the `tokenizers` library, and chat templates by transformers' rendering of Jinja.
+"""Encode and decode text with the `tokenizers` library, and render chat templates with transformers.
 
-Torch is never imported, transformers only where a template is rendered.
+This module never imports torch. It imports transformers only to render a template.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A template, and the special tokens that it may name."""
+    """A Jinja chat template with the special tokens that it may use."""
 
     source: str  # Jinja
     tokens: Mapping[str, str]  # bos_token and others -> text
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template of a model folder, from chat_template.jinja or else tokenizer_config.json; None where it has
-        none. Of several named ones it is `default`. Raises ModelError for files that can't be read."""
+        """Read the chat template of a model folder; None if the folder has none.
+
+        It comes from chat_template.jinja, or else from tokenizer_config.json. Among several named templates, `default`
+        counts. Raises ModelError for unreadable files.
+        """
         folder = Path(folder)
         settings_file, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         older = folder / "special_tokens_map.json"
@@ -55,10 +58,12 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool, thinking: bool | None = None) -> str:
-        """The text of a conversation, up to where the assistant speaks next if there is a `generation_prompt`. A
-        template that knows `enable_thinking` is given `thinking`, unless that is None. Raises ModelError for one that
-        fails."""
-        from transformers.utils.chat_template_utils import render_jinja_template  # a second of imports
+        """Render a conversation as text. `generation_prompt` opens the assistant's next message.
+
+        `thinking` is passed to the template as `enable_thinking`, unless it is None. Raises ModelError if the template
+        fails.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes a second
 
         variables: dict[str, Any] = {**self.tokens, **({} if thinking is None else {"enable_thinking": thinking})}
         try:
@@ -68,22 +73,24 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **variables,
             )
-        except Exception as error:  # whatever a template may do
+        except Exception as error:  # a template may raise anything
             raise ModelError(f"the chat template fails: {type(error).__name__}: {error}") from error
         return text
 
 
 PAD = "<pad>"
 EOS = "<eos>"
-CHARACTERS = "0123456789+-*=;#"  # all that arithmetic prompts and completions are made of
+CHARACTERS = "0123456789+-*=;#"  # the characters of arithmetic prompts and completions
 
 
 class Tokenizer:
-    """A tokenizer.json. A text's tokens are always the same and all of it: truncation, padding and dropout, which the
-    file may name for its own training, are off."""
+    """A tokenizer.json with truncation, padding and dropout switched off.
+
+    So encoding a text is deterministic and complete, even if the file enables these for its own training.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None, size: int | None = None) -> None:
-        """`size` is the model's vocab_size; None where there is no model."""
+        """`size` is the model's vocab_size; None if there is no model."""
         inner.no_truncation()
         inner.no_padding()
         if isinstance(inner.model, models.BPE):
@@ -94,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a model folder in the transformers format. Raises ModelError."""
+        """Read the tokenizer of a model folder in the transformers format. Raises ModelError."""
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             raise ModelError(f"{file}: no such file; the model folder must hold its tokenizer in this format")
@@ -107,8 +114,10 @@ class Tokenizer:
         return cls(inner, ChatTemplate.from_folder(folder), size)
 
     def encode(self, text: str, *, opening: bool = False) -> tuple[int, ...]:
-        """The tokens that spell a text. With `opening` the tokenizer's own come first, such as BOS, unless the text
-        begins with them. Raises ModelError for a text that the vocabulary can't spell, or the model can't read."""
+        """Encode a text. `opening` puts the tokenizer's own opening tokens first, such as BOS, unless they are there.
+
+        Raises ModelError if the vocabulary can't spell the text, or if a token id is not below the model's vocab_size.
+        """
         try:
             encoding = self._inner.encode(text, add_special_tokens=opening)
         except Exception as error:  # the library raises bare Exception
@@ -126,11 +135,11 @@ class Tokenizer:
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """The text; its special tokens are left out, unless `special` is true."""
+        """Decode tokens to text. Special tokens are left out unless `special` is true."""
         return self._inner.decode(list(token_ids), skip_special_tokens=not special)
 
     def token_id(self, token: str) -> int:
-        """The id of a token that the vocabulary is known to hold."""
+        """Return the id of a token, which must be in the vocabulary."""
         found = self._inner.token_to_id(token)
         assert found is not None, f"no token {token!r} in the vocabulary"
         return found
@@ -141,7 +150,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Special and added tokens included."""
+        """Number of tokens, special and added ones included."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     def save(self, file: Path) -> None:
@@ -166,8 +175,10 @@ def write_settings(
 
 
 def char_tokenizer() -> Tokenizer:
-    """The embedded model's tokenizer: a token per character of the arithmetic task, after `<pad>` (0) and `<eos>` (1).
-    It can spell nothing else."""
+    """Make the embedded model's tokenizer: `<pad>` (0), `<eos>` (1), then one token per character.
+
+    `CHARACTERS` lists the characters; it can't encode others.
+    """
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, *CHARACTERS))}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -1,6 +1,6 @@
-"""Vectors of `LANES` floats in functions that numba compiles, and matrix products whose result is kept in registers.
+"""Vectors of `LANES` floats in numba-compiled functions, and matrix products in registers.
 
-A vector is one AVX-512 register or two of AVX2. Arrays are flat, so that an index is one number.
+A vector is one AVX-512 register or two AVX2 registers. Arrays are flat, so an index is one number.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 
 LANES = 16
-AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 registers; else 16 half as wide
+AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))  # it has 32 registers; AVX2 has 16, half as wide
 
-_ALIGN = 4  # bytes; loads need no more
+_ALIGN = 4  # bytes; enough for loads
 _FLOAT = ir.FloatType()
 _REGISTER = ir.VectorType(_FLOAT, LANES)
 _INT, _INDEX = ir.IntType(32), ir.IntType(64)
@@ -32,19 +32,19 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class _Cache(FunctionCache):
-    """numba's cache, which a change of a function's own file invalidates, and a change of this one too: its intrinsics
-    are inlined into the compiled functions."""
+    """numba's cache, also invalidated by changes of this file, which compiled functions inline."""
 
     def _index_key(self, *of: Any) -> tuple[Any, ...]:
         return *super()._index_key(*of), _SOURCE
 
 
 def compiled(signature: Any = None) -> Callable[[Any], Any]:
-    """Compile a function: with a signature at once, or load it from the cache on disk; without, when another needs it.
+    """Decorator: compile a function with numba. With a signature at once, without one when another function needs it.
 
-    The cache is in `__pycache__`, or where that can't be written in the user's cache folder (NUMBA_CACHE_DIR names
-    another); where neither can be, every process compiles, for some seconds."""
-    # Sums may be reordered, but infinities and NaN stay what they are: they are how divergence shows.
+    Compiled functions are cached in `__pycache__`, or else in the user's cache folder (NUMBA_CACHE_DIR names another).
+    If neither is writable, every process compiles for some seconds.
+    """
+    # Sums may be reordered. Infinities and NaN must survive, because they reveal divergence.
     flags: dict[str, Any] = {"nogil": True, "fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
 
     def compile_it(function: Any) -> Any:
@@ -62,11 +62,11 @@ def compiled(signature: Any = None) -> Callable[[Any], Any]:
     return compile_it
 
 
-intrinsic: Any = numba_intrinsic  # adds and removes parameters, which type checkers can't follow
+intrinsic: Any = numba_intrinsic  # type checkers can't follow its changes of parameters
 
 
 def zeros(size: int) -> NDArray[np.float32]:
-    """Zeros that begin at a cache line; memory is allocated when they are first touched."""
+    """Return zeros that begin at a cache line. Memory is allocated when first touched."""
     floats = np.zeros(size + LANES, dtype=np.float32)
     offset = -(floats.ctypes.data // floats.itemsize) % LANES
     return floats[offset : offset + size]
@@ -91,7 +91,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """Pointer to an element of a flat array."""
+    """Emit a pointer to an element of a flat array."""
     return builder.gep(make_array(kind)(context, builder, array).data, [index])
 
 
@@ -112,14 +112,14 @@ def _splat(builder: Any, value: Any) -> Any:
 
 
 def _call(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
-    """An LLVM intrinsic on vectors."""
+    """Emit a call of an LLVM intrinsic on vectors."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32")
     return builder.call(function, arguments, fastmath=fastmath)
 
 
 def _emit_larger(builder: Any, a: Any, b: Any) -> Any:
-    """One instruction, where LLVM's maxnum, which handles NaN, takes several."""
+    """Emit a maximum as one instruction; LLVM's maxnum takes several because it handles NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -128,7 +128,7 @@ def _emit_smaller(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _vector_function(parameters: int, build: Callable[..., Any]) -> Any:
-    """A function of vectors that returns one, from what emits its code."""
+    """Make a function of vectors that returns a vector. `build` emits its code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return build(builder, *arguments)
@@ -144,13 +144,13 @@ add = _vector_function(2, lambda builder, a, b: builder.fadd(a, b))
 subtract = _vector_function(2, lambda builder, a, b: builder.fsub(a, b))
 multiply = _vector_function(2, lambda builder, a, b: builder.fmul(a, b))
 divide = _vector_function(2, lambda builder, a, b: builder.fdiv(a, b))
-maximum = _vector_function(2, _emit_larger)  # the second where one is not a number
+maximum = _vector_function(2, _emit_larger)  # the second argument if either is NaN
 multiply_add = _vector_function(3, lambda builder, a, b, c: _call(builder, "fma", _REGISTER, a, b, c))
 
 
 @intrinsic
 def splatted(typing, value):
-    """A float in all lanes."""
+    """Return a vector with a float in all lanes."""
     return _VECTOR(types.float32), lambda context, builder, signature, arguments: _splat(builder, arguments[0])
 
 
@@ -198,7 +198,7 @@ def lanes_max(typing, vector):
 
 @intrinsic
 def first_lanes(typing, vector, count):
-    """The first `count` lanes; minus infinity in the others."""
+    """Return the first `count` lanes, with minus infinity in the others."""
 
     def generate(context, builder, signature, arguments):
         vector, count = arguments
@@ -215,8 +215,10 @@ def _emit_swap(builder: Any, x: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    """exp(x), 1 to 2 units in the last place off: 2^n exp(r) with |r| <= log(2) / 2, by the polynomial of Cephes' expf.
-    Below -80 it is 0: no product of it is subnormal."""
+    """Emit exp(x), accurate to 1 to 2 units in the last place. Below -80 it is 0, so that no product is subnormal.
+
+    2^n exp(r) with |r| <= log(2) / 2, by the polynomial of Cephes' expf.
+    """
 
     def constant(value: float) -> Any:
         return ir.Constant(_REGISTER, [float(np.float32(value))] * LANES)
@@ -241,13 +243,15 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 
 exp = _vector_function(1, _emit_exp)
-swapped = _vector_function(1, _emit_swap)  # its halves swapped
+swapped = _vector_function(1, _emit_swap)  # swaps the halves of a vector
 
 
 def tile(rows: int, vectors: int) -> Any:
-    """A function that computes c [rows, vectors * LANES] = a [rows, depth] @ b [depth, vectors * LANES], or += if
-    `accumulate`, in registers; it is given where each matrix begins in its array, and how far apart lie a's rows, a's
-    columns, b's rows and c's rows."""
+    """Make a function that multiplies matrices in registers: c = a @ b, or c += a @ b if `accumulate`.
+
+    Shapes: a [rows, depth], b [depth, vectors * LANES], c [rows, vectors * LANES]. For each matrix the function takes
+    where it begins in its array. It also takes the distances between a's rows, a's columns, b's rows and c's rows.
+    """
 
     @intrinsic
     def product(typing, a, a_at, a_row, a_column, b, b_at, b_row, depth, c, c_at, c_row, accumulate):
@@ -297,7 +301,7 @@ def tile(rows: int, vectors: int) -> Any:
 
 @intrinsic
 def transpose(typing, a, a_at, a_width, b, b_at, b_width):
-    """b [LANES, LANES] = a [LANES, LANES], transposed."""
+    """Write the transpose of a [LANES, LANES] to b [LANES, LANES]."""
 
     def generate(context, builder, signature, arguments):
         a, a_at, a_width, b, b_at, b_width = arguments
@@ -308,7 +312,7 @@ def transpose(typing, a, a_at, a_width, b, b_at, b_width):
         places = [ir.Constant(_INDEX, line) for line in range(LANES)]
         lines = [_load(builder, builder.gep(a, [builder.mul(a_width, place)])) for place in places]
         half = LANES // 2
-        while half:  # the off-diagonal halves of every block of 2 half x 2 half change places
+        while half:  # swap the off-diagonal halves of every block of 2 half x 2 half
             low = [lane if not lane & half else LANES + lane - half for lane in range(LANES)]
             high = [lane + half if not lane & half else LANES + lane for lane in range(LANES)]
             for line in range(LANES):
@@ -327,6 +331,6 @@ def transpose(typing, a, a_at, a_width, b, b_at, b_width):
 
 @compiled()
 def gated(gate, up):
-    """silu(gate) * up, of two vectors [LANES] (SwiGLU, arXiv 2002.05202)."""
+    """Return silu(gate) * up of two vectors [LANES] (SwiGLU, arXiv 2002.05202)."""
     negative = subtract(splatted(np.float32(0.0)), gate)
     return divide(multiply(gate, up), add(splatted(np.float32(1.0)), exp(negative)))

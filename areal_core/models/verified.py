@@ -1,7 +1,7 @@
-"""The hash of model weights, and its check once a machine, by whichever process is first to load a version.
+"""Hash model weights, and verify each version once per machine, in the first process that loads it.
 
-vLLM's processes import this module too, in an environment of their own: it takes blake3, numpy, safetensors and nothing
-else of this package.
+vLLM's processes import this module too, in their own environment. So it needs only blake3, numpy and safetensors, and
+nothing else of this package.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ import numpy as np
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {  # bits that are all set where it is not finite
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {  # exponent bits, all set if a number is not finite
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
     "F32": (np.uint32, 0x7F800000),
     "F64": (np.uint64, 0x7FF0 << 48),
 }
-_MARKS = Path("/dev/shm")  # of this machine and this boot: what a file held before a crash says nothing
+_MARKS = Path("/dev/shm")  # of this machine and boot: after a crash, files may hold something else
 _MARKS_KEPT = 64
-_PIECE = 2**18  # numbers that are looked at at once, so that they stay in the processor's cache
-_CHECK_S, _SLOWEST = 5.0, 1e8  # what a check takes at most: seconds, and bytes/s
-_LOOK_S = 0.02  # between two looks whether another process has checked a version
+_PIECE = 2**18  # numbers checked at once, so that they stay in the processor's cache
+_CHECK_S, _SLOWEST = 5.0, 1e8  # upper bound of a check's duration: seconds, plus size at this many bytes/s
+_LOOK_S = 0.02  # between two attempts at the lock
 
 
 def weights_digest(source: Path) -> str:
-    """The blake3 hash of one file, or of the safetensors file of a folder; of several, the hash of theirs. Raises
-    OSError."""
+    """Return the blake3 hash of a file or of a folder's safetensors file. Raises OSError.
+
+    For several files it is the hash of their hashes.
+    """
     digests = [blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest() for file in _files(source)]
     return digests[0] if len(digests) == 1 else blake3("".join(digests).encode()).hexdigest()
 
 
 @contextmanager
 def verified(source: Path, digest: str) -> Iterator[None]:
-    """A block that reads a file, or a folder's safetensors files, which have this hash and hold finite numbers alone.
+    """Context manager: inside it the files have the hash `digest` and hold finite numbers only.
 
-    The first process of the machine that asks checks them, while others wait for its mark in shared memory; a mark
-    holds for these very files. One that takes too long may have been stopped, and is not waited for; one that dies or
-    finds damage leaves no mark. Raises ValueError for files that are not so, or that were replaced in the block;
-    OSError for others that can't be read.
+    `source` is a file, or a folder of safetensors files. The first process of the machine checks them; others wait for
+    its mark in shared memory. A mark holds for exactly these files. A process that takes too long may have been
+    stopped, so others then check themselves. A process that dies or finds damage leaves no mark.
+
+    Raises ValueError for damaged files and for files replaced inside the block, OSError for unreadable ones.
     """
     found = _identity(source)
     with _mark(repr((digest, found))).open("a+b") as mark:
@@ -57,7 +60,7 @@ def verified(source: Path, digest: str) -> Iterator[None]:
             _check(source, digest)
             mark.write(b"verified")
     yield
-    if [known[:-1] for known in _identity(source)] != [known[:-1] for known in found]:  # a link changes its ctime
+    if [known[:-1] for known in _identity(source)] != [known[:-1] for known in found]:  # a hard link changes the ctime
         raise ValueError(f"{source}: was replaced while it was read")
 
 
@@ -75,7 +78,7 @@ def _check(source: Path, digest: str) -> None:
         raise ValueError(f"digest: {source} has {found}, not {digest}")
     for file in _files(source):
         try:
-            with safe_open(file, framework="numpy"):  # which checks the header
+            with safe_open(file, framework="numpy"):  # opening it checks the header
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file}: not a readable safetensors file ({error})") from None
@@ -93,20 +96,20 @@ def _check(source: Path, digest: str) -> None:
 
 
 def _mark(key: str) -> Path:
-    """The file of a mark, which may not exist; the oldest others are deleted. Raises OSError."""
+    """Return the path of a mark, which may not exist, after deleting the oldest marks. Raises OSError."""
     folder = _MARKS / f"areal-verified-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o022:
         raise PermissionError(f"{folder}: must be a folder that this user alone can write")
-    with suppress(FileNotFoundError):  # another process is tidying up as well
+    with suppress(FileNotFoundError):  # another process deletes old marks too
         for old in sorted(folder.iterdir(), key=lambda mark: mark.stat().st_mtime_ns)[: 1 - _MARKS_KEPT]:
             old.unlink()
     return folder / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _lock(mark: IO[bytes], patience_s: float) -> None:
-    """Lock a file, or give up."""
+    """Lock a file, or give up after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         with suppress(BlockingIOError):

@@ -1,8 +1,8 @@
-"""One group's rollouts inside a worker: coroutines of the environment, suspended while they wait for the policy.
+"""Run one group's rollouts in a worker: environment coroutines that await the policy.
 
-    deliver(completions that have ended); said() -> their next requests to the policy, or the scored group
+    deliver(finished completions); said() -> their next requests to the policy, or the scored group
 
-Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests in their own.
+This module knows no processes. `rewards.worker` runs it in a worker process; benchmarks and tests run it in their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Requests = tuple[SampleRequest, ...]
 
 
 class Saying:
-    """A group, of which somebody waits for what it says."""
+    """A queue of the outcomes that a group sends to its caller."""
 
     def __init__(self) -> None:
         self._said = asyncio.Queue[Any]()
@@ -48,9 +48,9 @@ class Saying:
         self._said.put_nowait(outcome)
 
     async def said(self) -> Any:
-        """Wait for the next requests of its rollouts, or for the scored group.
+        """Wait for the next requests of the rollouts, or for the scored group.
 
-        Raises GenerationError for a response that holds no completions, RewardError for rollouts that fail, can't be
+        Raises GenerationError for a response without completions. Raises RewardError for rollouts that fail, can't be
         scored, take too long or lose their worker."""
         outcome = await self._said.get()
         if isinstance(outcome, ArealError):
@@ -59,7 +59,7 @@ class Saying:
 
 
 class GroupRollout(Saying):
-    """The rollouts of one group, from their first turns to their scores: a `rollouts.Session`."""
+    """The rollouts of one group, from their first turns to their scores; implements `rollouts.Session`."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class GroupRollout(Saying):
         n: int | None = None,
         shown_with: Tokenizer | None = None,
     ) -> None:
-        """`n` rollouts; None: algorithm.group_size. `shown_with`: decodes samples, which the scored group then has."""
+        """`n` is the number of rollouts; None: algorithm.group_size.
+        `shown_with` decodes samples for the scored group."""
         self._n = config.algorithm.group_size if n is None else n
         self._shown_with = shown_with
         self._environment = environment
@@ -79,13 +80,13 @@ class GroupRollout(Saying):
         super().__init__()
         self._calls = _Calls(self.say)
         self._policies: list[RecordingPolicy] = []
-        self._tasks: list[asyncio.Task[Rollout]] = []  # one each
+        self._tasks: list[asyncio.Task[Rollout]] = []  # one for each rollout
         self._rollouts: asyncio.Task[list[Rollout]] | None = None
-        self._failures: list[str] = []  # of its verifier, as errors.VerifierError says them
+        self._failures: list[str] = []  # messages of the verifier's VerifierErrors
 
     def deliver(self, arrived: Sequence[Arrival]) -> None:
-        """Begin the rollouts, or resume them with completions that have ended: of the group's opening, or of requests
-        that `said` has returned."""
+        """Begin the rollouts, or resume them with finished completions.
+        The completions belong to the group's opening request, or to requests that `said` has returned."""
         try:
             completions = join_completions([each.completion for each in arrived])
             for each in completions:
@@ -102,9 +103,8 @@ class GroupRollout(Saying):
         self._calls.deliver(arrived, completions)
 
     def cut(self) -> None:
-        """End the rollouts that have not ended. One that waits for the policy has no result; any other has taken too
-        long by itself, and is incorrect."""
-        asyncio.get_running_loop().call_soon(self._cut)  # after their first steps, if they have begun just now
+        """End unfinished rollouts: without a result if they wait for the policy, else as incorrect."""
+        asyncio.get_running_loop().call_soon(self._cut)  # after their first steps, if they have just begun
 
     def _cut(self) -> None:
         for policy, task in zip(self._policies, self._tasks, strict=True):
@@ -115,7 +115,7 @@ class GroupRollout(Saying):
 
     def close(self) -> None:
         """Cancel the rollouts."""
-        for task in self._tasks:  # also where `_side_by_side` has not begun
+        for task in self._tasks:  # needed if `_side_by_side` has not started
             task.cancel()
         self._expect_end()
 
@@ -124,7 +124,7 @@ class GroupRollout(Saying):
             asyncio.get_running_loop().call_later(self._config.rollout.reward_timeout_s, self._overdue)
 
     def _overdue(self) -> None:
-        """Ends the process where rollouts have gone on: they keep their places, and sample for nobody."""
+        """End the process if cancelled rollouts still run, because they would sample for nothing."""
         if not all(task.done() for task in self._tasks):
             swallowed(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it through"))
 
@@ -148,7 +148,7 @@ class GroupRollout(Saying):
         return rollouts
 
     async def _side_by_side(self) -> list[Rollout]:
-        """The rollouts, in their order. The first failure ends them all."""
+        """Return the rollouts, in order. The first failure cancels the others."""
         try:
             return list(await asyncio.gather(*self._tasks))
         finally:
@@ -157,7 +157,7 @@ class GroupRollout(Saying):
 
     async def _rollout(self, policy: RecordingPolicy) -> Rollout:
         running = _Running(self._failures, self._config.rollout.reward_timeout_s)
-        _current.set(running)  # in the context of this task, and of those that the rollout starts
+        _current.set(running)  # also inherited by tasks that the rollout starts
         try:
             async with _place(self._environment):
                 policy.begun = True
@@ -173,7 +173,8 @@ class GroupRollout(Saying):
         return policy.finished(rollout)
 
     def _incorrect(self, policy: RecordingPolicy, outcome: Outcome) -> Rollout:
-        """A rollout that has come to a limit of its own. Without a turn there is nothing to train on."""
+        """A rollout that exceeded one of its own limits.
+        Without a turn it has no reward, as nothing can be trained on."""
         reward = self._config.algorithm.reward_incorrect if policy.trajectories() else None
         return Rollout(reward=reward, outcome=outcome)
 
@@ -182,7 +183,7 @@ class GroupRollout(Saying):
             outcome = replace(self._scored(found := rollouts.result()), failure=next(iter(self._failures), None))
             if self._shown_with is not None:
                 outcome = replace(outcome, samples=tuple(sample_of(one, self._shown_with) for one in found))
-        except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
+        except BaseException as error:  # noqa: BLE001 - the boundary to user code
             outcome = known_error(error)
             if self._failures and isinstance(outcome, RewardError) and not isinstance(outcome, RewardTimeoutError):
                 outcome = VerifierError(self._failures[0])
@@ -202,19 +203,19 @@ class GroupRollout(Saying):
 
 
 class _Prepared:
-    """An environment whose setup is done, and the places of its rollouts."""
+    """An environment, its setup, and a semaphore for the rollouts that may run at once."""
 
     def __init__(self, environment: Environment) -> None:
         self.setup = asyncio.ensure_future(environment.setup())
         self.places = asyncio.Semaphore(environment.at_once or sys.maxsize)
 
 
-_prepared: dict[Environment, _Prepared] = {}  # in a worker
+_prepared: dict[Environment, _Prepared] = {}  # of this worker
 
 
 @asynccontextmanager
 async def _place(environment: Environment) -> AsyncIterator[None]:
-    """A place for a rollout, once the environment is set up. Waiting for it has no time limit."""
+    """Hold a place for a rollout, after the environment's setup. The wait has no time limit."""
     prepared = _prepared.get(environment)
     if prepared is None or (prepared.setup.done() and (prepared.setup.cancelled() or prepared.setup.exception())):
         prepared = _prepared[environment] = _Prepared(environment)
@@ -224,20 +225,21 @@ async def _place(environment: Environment) -> AsyncIterator[None]:
 
 
 async def tear_down() -> None:
-    """End the environments of this worker."""
+    """Tear down the environments of this worker."""
     for environment in _prepared:
-        with suppress(Exception):  # the process ends, whatever it meets
+        with suppress(Exception):  # the process ends anyway
             await environment.teardown()
 
 
 def known_error(error: BaseException) -> ArealError:
-    """The error as every process of a run knows it. One that is not of this package is a bug of the user's."""
-    if isinstance(error, ArealError):  # a class of the user's may not be known elsewhere
+    """Convert an error to one that every process of a run knows.
+    Errors from outside this package are user bugs."""
+    if isinstance(error, ArealError):  # other processes may not know a user's own class
         return error if type(error).__module__ == ArealError.__module__ else RewardError(str(error))
     return VerifierError(verdicts.explained("the environment", error))
 
 
-# Is called for rollouts that can't be ended; a worker ends then.
+# Called for rollouts that ignore their cancellation. In a worker it ends the process.
 swallowed: Callable[[RewardTimeoutError], object] = logging.getLogger(__name__).error
 
 
@@ -245,23 +247,23 @@ swallowed: Callable[[RewardTimeoutError], object] = logging.getLogger(__name__).
 
 
 class _Running:
-    """A rollout, and the time limit of what it awaits."""
+    """A rollout, and the time limit of each of its awaits."""
 
     def __init__(self, failures: list[str], limit_s: float) -> None:
-        self.failures = failures  # of the group
-        self.unlimited = 0  # what it waits for now that has a time limit elsewhere: calls of the policy
+        self.failures = failures  # messages of the group's verifier failures
+        self.unlimited = 0  # current awaits with a time limit elsewhere, such as calls of the policy
         self._limit_s = limit_s
         self._scope: asyncio.Timeout | None = None
 
     async def limited(self, rollout: Coroutine[Any, Any, Rollout]) -> Rollout:
-        """The result of the rollout. Raises RewardTimeoutError where one await takes longer than the limit."""
+        """Await the rollout. Raises RewardTimeoutError if one await takes longer than the limit."""
         try:
             async with asyncio.timeout(None) as scope:
                 self._scope = scope
                 return await rollout
         except TimeoutError as error:
             if not scope.expired():
-                raise  # the environment's own
+                raise  # raised by the environment itself
             raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), self._limit_s)) from None
         finally:
             self._scope = None
@@ -272,18 +274,18 @@ class _Running:
             self._scope.reschedule(None if self.unlimited else now + self._limit_s)
 
 
-# In the context of a rollout; elsewhere one that nobody looks at.
+# Set in the context of a rollout. Elsewhere a default that nobody reads.
 _current: ContextVar[_Running] = ContextVar("current", default=_Running([], 0.0))  # noqa: B039
 
 
 def step_ended() -> None:
-    """Start the time limit of what the rollout of this context awaits now."""
+    """Start the time limit of the current await of this context's rollout."""
     _current.get().start_limit()
 
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Within, what the rollout of this context awaits has no time limit here."""
+    """Suspend the time limit of this context's rollout inside the block."""
     running = _current.get()
     running.unlimited += 1
     try:
@@ -292,32 +294,32 @@ def unlimited() -> Iterator[None]:
         running.unlimited -= 1
 
 
-verdicts.unlimited = unlimited  # a verdict has a time limit of its own
+verdicts.unlimited = unlimited  # verdicts have their own time limit
 
 
 def note_failure(failure: str) -> None:
-    """Have the group of this context name a failure of its verifier."""
+    """Record a verifier failure for the group of this context."""
     _current.get().failures.append(failure)
 
 
 # -- calls of the policy -----------------------------------------------------------------------------------------------
 
-_Asked = tuple[tuple[int, ...], int, tuple[int, ...]]  # text, limit and stop tokens of a call
+_Asked = tuple[tuple[int, ...], int, tuple[int, ...]]  # prompt tokens, max_tokens and stop tokens of a call
 
 
 class _Calls:
-    """The calls of a group's rollouts, whose completions come from outside, in whatever order they end."""
+    """The policy calls of a group's rollouts. Their completions arrive from outside, in any order."""
 
     def __init__(self, request: Callable[[Requests], None]) -> None:
         self._request = request
         self._waiting: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by request and index
-        self._opening: dict[int, asyncio.Future[Completion]] = {}  # of rollouts that have not called yet
+        self._opening: dict[int, asyncio.Future[Completion]] = {}  # of rollouts that have not called the policy yet
         self._new: dict[_Asked, list[tuple[tuple[int, int], asyncio.Future[Completion]]]] = {}
-        self._requests = 0  # so far
+        self._requests = 0  # number of requests so far
         self.sampled_tokens = 0
 
     def open(self, n: int) -> None:
-        """The first request is that for the first turns of n rollouts: it was sent before they have called."""
+        """Register the opening request, sent before the n rollouts call for their first turns."""
         loop = asyncio.get_running_loop()
         self._opening = {rollout: loop.create_future() for rollout in range(n)}
         self._waiting = {(0, rollout): future for rollout, future in self._opening.items()}
@@ -329,7 +331,7 @@ class _Calls:
         if (future := self._opening.pop(rollout, None)) is None:
             loop = asyncio.get_running_loop()
             if not self._new:
-                loop.call_soon(self._send)  # after all rollouts that can go on now have called
+                loop.call_soon(self._send)  # after all rollouts that can run now have called
             future = loop.create_future()
             self._new.setdefault((token_ids, max_tokens, stop), []).append(((rollout, call), future))
         with unlimited():
@@ -339,11 +341,11 @@ class _Calls:
         for one, completion in zip(arrived, completions, strict=True):
             self.sampled_tokens += len(completion.token_ids)
             future = self._waiting.pop((one.request, one.index))
-            if not future.cancelled():  # else the rollout has given the call up
+            if not future.cancelled():  # else the rollout has abandoned the call
                 future.set_result(completion)
 
     def _send(self) -> None:
-        """Request completions for the new calls, one request for those of the same text, limit and stop tokens."""
+        """Request completions for the new calls: one request for calls of equal prompt, limit and stop tokens."""
         new, self._new = self._new, {}
         requests: list[SampleRequest] = []
         for (token_ids, max_tokens, stop), made in new.items():

@@ -1,10 +1,10 @@
-"""`python -m areal_core.rewards.host`: reward workers of a run on another machine than its controller's.
+"""`python -m areal_core.rewards.host`: run reward workers on another machine than the controller's.
 
     controller --WebSocket /rewards/{place}: work--> a thread --pipe--> its worker
-    controller <--what groups say-- another thread <--pipe-- its worker
+    controller <--outcomes of groups-- another thread <--pipe-- its worker
 
-Nothing here listens, and nothing is kept. A worker begins anew with its connection: what was suspended in it begins
-again in another one.
+The host opens no port and stores nothing. Each connection starts a new worker process. Groups that were suspended in a
+lost worker begin again in another one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from areal_core.rewards.worker import WorkerProcess, open_group
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
-_PATIENCE_S, _RETRY_S = 60.0, 0.2  # with a controller that can't be reached; and between two attempts
+_PATIENCE_S, _RETRY_S = 60.0, 0.2  # limit for reaching the controller; pause between two attempts
 
 
 class Host:
-    """The workers of this machine, each with a thread of its own."""
+    """The reward workers of this machine, each with its own thread."""
 
     def __init__(self, run: RunDir, first: int, count: int) -> None:
-        """`count` of them, in the run's places from `first` on. Raises ConfigError where this machine lacks what the
-        run's environment needs."""
+        """Take `count` of the run's worker places, from `first` on.
+        Raises ConfigError if this machine lacks something that the run's environment needs."""
         self._run = run
         config, model_path = run.config(), run.info().model_path
         self._limit_s = config.rollout.reward_timeout_s
@@ -52,7 +52,7 @@ class Host:
         ]
 
     def serve(self, ready_file: Path) -> None:
-        """Work until an error ends it, which is raised."""
+        """Serve until an error ends a worker's thread, and raise this error."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -73,7 +73,7 @@ class Host:
             self._happened.put(error)
 
     def _connected(self, place: int) -> None:
-        """One worker, until it has lost its process or its connection."""
+        """Run one worker until it loses its process or its connection."""
         worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place), self._limit_s)
         try:
             worker.start()
@@ -87,7 +87,7 @@ class Host:
             worker.kill()
 
     def _connect(self, place: int) -> ClientConnection:
-        """A connection to the controller, which may be started again at another address."""
+        """Connect to the controller, which may have restarted at another address. Raises ProcessError."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -100,18 +100,18 @@ class Host:
                     max_size=None,
                     proxy=None,
                     ping_interval=SILENT_S / 2,
-                    ping_timeout=_PATIENCE_S,  # a long message holds pings up
+                    ping_timeout=_PATIENCE_S,  # a long message delays pings
                 )
             except (OSError, WebSocketException) as error:
-                if time.monotonic() > deadline:  # a place is free again once its last connection is missed
+                if time.monotonic() > deadline:  # the controller frees a place once it misses the last connection
                     why = error.response.body or b"" if isinstance(error, InvalidStatus) else str(error).encode()
                     said = why.decode(errors="replace")[:200]
                     raise ProcessError(f"controller: reward worker {place} can't connect: {said}") from error
             time.sleep(_RETRY_S)
 
     def _tell(self, worker: WorkerProcess, socket: ClientConnection) -> None:
-        """Send what the worker's groups say, until it has lost its process or its connection. An error that says
-        nothing of a group is raised in the main thread: this machine can't do the work."""
+        """Send the outcomes of the worker's groups until it loses its process or its connection.
+        An error that is not about a group is raised in the main thread: this machine can't do the work."""
         with suppress(ConnectionClosed), socket:
             try:
                 while True:

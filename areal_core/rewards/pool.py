@@ -1,11 +1,12 @@
-"""The reward workers of a run, as its controller sees them: processes of this machine, and others elsewhere.
+"""The controller's pool of reward workers: processes of this machine, and workers of other machines.
 
-    session --completions that have ended--> the worker of its group
-    session <--requests, scored group, error-- the worker of its group
+    session --finished completions--> the worker of its group
+    session <--requests, scored group or error-- the worker of its group
 
-A group goes to the worker that has the fewest. A worker that hangs or dies costs the group whose code it runs a try
-(RewardError); one of this machine is replaced. Its other groups begin again elsewhere with the completions that they
-have (SessionLostError). A worker of another machine connects to `serve`, and is there for as long as its connection.
+A new group goes to the worker with the fewest groups. If a worker hangs or dies, only the group whose code was running
+loses an attempt (RewardError). Its other groups begin again in another worker with their completions
+(SessionLostError). The pool replaces lost workers of this machine. A worker of another machine connects to `serve`,
+and exists as long as its connection.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from areal_core.rewards.worker import Arrived, Event, WorkerProcess, open_group
 from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
-_TOGETHER = 64  # messages at most
+_TOGETHER = 64  # most messages sent together
 _lost = functools.partial(SessionLostError, "the reward worker that had this group is gone")
 _closed = functools.partial(RewardWorkerError, "the reward workers have ended")
 
 
 class RewardPool:
-    """Make and close it in the thread that runs the event loop and outlives the pool: the processes here die with the
-    thread that spawned them."""
+    """The reward workers of a run.
+
+    Create and close the pool in the thread of the event loop, which must outlive it. Worker processes die with the
+    thread that started them.
+    """
 
     def __init__(
         self,
@@ -53,43 +57,45 @@ class RewardPool:
         timeline: Callable[[int], Path] | None = None,
         tears_down: bool = False,
     ) -> None:
-        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message, see
-        WorkerProcess. `timeline`: the file of a worker's timeline, by its place. `tears_down`: workers of this machine
-        get time to end in order."""
+        """Start `workers` workers on this machine, at places 0 to `workers - 1`.
+        `function` handles a message, see WorkerProcess. `timeline` returns the timeline file of a place. With
+        `tears_down` workers of this machine get time to end in order. `timeout_s` limits each verdict, in seconds."""
         self._timeout_s = timeout_s
         self._function = function
         self._timeline = timeline
         self._tears_down = tears_down
         self._here = workers
         self._workers: list[_Worker] = []
-        self._waiting: list[Session] = []  # for a worker to be there
+        self._waiting: list[Session] = []  # for a worker
         self._groups = itertools.count(1)
         self._closed = False
         self._start()
 
     def begin(self, prompt: Prompt, n: int, *, apart: bool = False, shown: bool = False) -> GroupSession:
-        """A group of `n` rollouts that has not begun. `apart`: each of its verdicts is found in a process of its own,
-        since one of them has cost a worker its own. `shown`: the scored group has samples."""
+        """Create a session for `n` rollouts; its first message begins them.
+        `apart` judges each completion in its own process, because this group has killed a worker before. With `shown`
+        the scored group has samples."""
         return GroupSession(
             self, next(self._groups), Arrived(prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
         )
 
     async def ask(self, message: Any) -> Any:
-        """The result of a message of its own. Raises RewardError when the verifier fails, RewardTimeoutError when it
-        takes longer than the timeout, and RewardWorkerError when it loses its process."""
+        """Return the result of a single message.
+        Raises RewardError if the verifier fails, RewardTimeoutError if it exceeds the timeout, and RewardWorkerError if
+        the worker dies."""
         while True:
             session = Session(self, next(self._groups))
             try:
                 session.send(message)
                 return await session.said()
             except SessionLostError:
-                continue  # another message has cost the worker
+                continue  # another message killed the worker
             finally:
                 session.close()
 
     async def serve(self, place: int, request: web.Request) -> web.WebSocketResponse:
-        """Have the worker of another machine with this `place` work until its connection, `request`, ends. Raises
-        ValueError for a place that is not the worker's."""
+        """Run the worker of another machine at `place`, until its WebSocket `request` ends.
+        Raises ValueError for an invalid or taken place."""
         if self._closed:
             raise web.HTTPServiceUnavailable(text=str(_closed()))
         if place < self._here:
@@ -111,11 +117,11 @@ class RewardPool:
         return socket
 
     def pids(self) -> list[int]:
-        """Of the processes here."""
+        """Process ids of the workers of this machine."""
         return [worker.process.process.pid for worker in self._workers if isinstance(worker, _LocalWorker)]
 
     async def close(self) -> None:
-        """Kill the workers; groups that have not ended end with a RewardError."""
+        """Kill the workers. Unfinished groups end with a RewardError."""
         self._closed = True
         if self._tears_down:
             here = [worker for worker in self._workers if isinstance(worker, _LocalWorker)]
@@ -128,7 +134,7 @@ class RewardPool:
             session.say(_closed())
 
     def place(self, session: Session) -> None:
-        """Find a worker for a session, now or once there is one."""
+        """Assign a worker to a session, now or once a worker is available."""
         if self._closed:
             session.say(_closed())
             return
@@ -137,7 +143,7 @@ class RewardPool:
         self._place_waiting()
 
     def forget(self, session: Session) -> None:
-        """Give a session's group up."""
+        """Abandon a session's group."""
         if session in self._waiting:
             self._waiting.remove(session)
         if session.worker is not None:
@@ -152,13 +158,13 @@ class RewardPool:
     def _hear(self, worker: _Worker, event: Event) -> None:
         group, said = event
         if session := worker.sessions.get(group):
-            if not isinstance(said, tuple):  # else they are requests
+            if not isinstance(said, tuple):  # else they are requests, and the group continues
                 del worker.sessions[group]
                 session.worker = None
             session.say(said)
 
     def _lose(self, worker: _Worker, error: RewardError | None = None, at_fault: int | None = None) -> None:
-        """A worker is of no more use: end it. `at_fault`: the group that has the `error`; None: all have it."""
+        """End a failed worker. The group `at_fault` gets the `error`; None: all its groups get it."""
         if worker not in self._workers:
             return
         self._workers.remove(worker)
@@ -171,11 +177,11 @@ class RewardPool:
         if not self._closed:
             if isinstance(worker, RemoteWorker):
                 logger.warning("reward worker %d is gone", worker.place)
-            elif at_fault is not None:  # it had started: another one will, too
+            elif at_fault is not None:  # it had started, so a replacement will start, too
                 self._start()
 
     def _start(self) -> None:
-        """Start the workers of this machine that are missing."""
+        """Start the missing workers of this machine."""
         places = range(0 if self._closed else self._here)
         for place in sorted({*places} - {worker.place for worker in self._workers}):
             timeline = None if self._timeline is None else self._timeline(place)
@@ -186,7 +192,7 @@ class RewardPool:
 def open_rewards(
     config: RunConfig, model_path: str, workers: int, timeline: Callable[[int], Path] | None = None
 ) -> RewardPool:
-    """The workers that run the environment of a run, with the tokenizer in the folder `model_path`."""
+    """Start the workers for a run's environment. The folder `model_path` holds the tokenizer."""
     function = functools.partial(open_group, config, model_path)
     tears_down = any(environment_class(its).teardown is not Environment.teardown for its in config.by_task.values())
     return RewardPool(
@@ -195,12 +201,12 @@ def open_rewards(
 
 
 class Session(Saying):
-    """A group of messages, and what it says, in one worker."""
+    """One group in one worker: its messages and its outcomes."""
 
     def __init__(self, pool: RewardPool, group: int) -> None:
         super().__init__()
         self.group = group
-        self.worker: _Worker | None = None  # until the group has ended
+        self.worker: _Worker | None = None  # None once the group has ended
         self._pool = pool
         self._unsent: list[Any] = []
 
@@ -208,12 +214,12 @@ class Session(Saying):
         if self.worker is not None:
             self.worker.send(self.group, message)
             return
-        self._unsent.append(message)  # of no use where the group has ended meanwhile
+        self._unsent.append(message)  # ignored if the group has ended meanwhile
         if len(self._unsent) == 1:
             self._pool.place(self)
 
     def close(self) -> None:
-        """Give the group up, unless it has ended."""
+        """Abandon the group, unless it has ended."""
         self._pool.forget(self)
 
     def place(self, worker: _Worker) -> None:
@@ -224,32 +230,32 @@ class Session(Saying):
 
 
 class GroupSession(Session):
-    """The rollouts of one group."""
+    """The rollouts of one group, as a session."""
 
     def __init__(self, pool: RewardPool, group: int, begun: Arrived) -> None:
         super().__init__(pool, group)
-        self._next = begun  # its next message, without its completions
+        self._next = begun  # the next message, without completions
 
     def deliver(self, arrived: Sequence[Arrival]) -> None:
-        """As `rollouts.Session`."""
+        """See `rollouts.Session`."""
         self.send(replace(self._next, completions=arrived))
         self._next = replace(self._next, prompt=None)
 
     def cut(self) -> None:
-        """As `rollouts.Session`."""
+        """See `rollouts.Session`."""
         self.send(replace(self._next, cut=True))
 
 
 class _LocalWorker:
-    """A process of this machine, and the threads that write to it and read from it."""
+    """A worker process of this machine, and the two threads that write to it and read from it."""
 
     def __init__(self, process: WorkerProcess, hear: Callable[..., None], lose: Callable[..., None]) -> None:
         self.process = process
         self.place = process.place
         self.sessions: dict[int, Session] = {}
         self._unsent: list[Event] = []
-        self._sending = False  # a thread does; what comes meanwhile is sent together
-        self._events = queue.SimpleQueue[list[Event]]()  # []: the worker is of no more use
+        self._sending = False  # the thread is sending; later messages are sent together
+        self._events = queue.SimpleQueue[list[Event]]()  # [] ends the writer thread
         self._loop = asyncio.get_running_loop()
         self._hear, self._lose = hear, lose
         for work in (self._write, self._read):

@@ -1,4 +1,4 @@
-"""What one rollout has been fed and has sampled: its sequences, recorded call by call, and checked at its end."""
+"""Record a rollout's token sequences call by call, and check the rollout at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_core.types import Completion, Outcome, Prompt, Rollout, Segment, Traj
 
 
 class Complete(Protocol):
-    """Has one call of the rollout completed."""
+    """Callable that returns the completion of one call of the rollout."""
 
     def __call__(
         self, call: int, token_ids: tuple[int, ...], max_tokens: int, stop: tuple[int, ...]
@@ -23,26 +23,26 @@ class Complete(Protocol):
 
 @dataclass(eq=False)
 class _Sequence:
-    tokens: tuple[int, ...]  # all of it: what its next call has to begin with
+    tokens: tuple[int, ...]  # all tokens so far, with which the sequence's next call must begin
     segments: list[Segment]
-    waiting: bool = True  # a call has not returned
+    waiting: bool = True  # a call is waiting for its completion
 
 
 @dataclass
 class RecordingPolicy:
-    """`environments.Policy` for one rollout."""
+    """Implements `environments.Policy` for one rollout, and records its calls."""
 
     task: Prompt
     limits: TaskConfig
     max_turns: int
-    opens: bool  # the first call is that of the group's opening
+    opens: bool  # the first call is the group's opening request
     complete: Complete
     _sequences: list[_Sequence] = field(default_factory=list[_Sequence])
     _calls: list[Completion | None] = field(default_factory=list[Completion | None])
-    _earned: dict[int, float] = field(default_factory=dict[int, float])  # by call
-    _cut_off: bool = False  # the completion that has come last ran into its limit
-    begun: bool = False  # it has its place
-    ended: Outcome | None = None  # the rollout is to end now, with this outcome
+    _earned: dict[int, float] = field(default_factory=dict[int, float])  # rewards by call
+    _cut_off: bool = False  # the last completion reached its token limit
+    begun: bool = False  # the rollout has its place and runs
+    ended: Outcome | None = None  # outcome of a rollout that is ended early
 
     async def sample(
         self,
@@ -52,7 +52,7 @@ class RecordingPolicy:
         stop: Sequence[int] = (),
         trained: bool = True,
     ) -> Completion:
-        text = tuple(map(int, token_ids))  # not numpy's
+        text = tuple(map(int, token_ids))  # Python's int, not numpy's
         sequence = self._extended(text)
         room = self._room(text, sequence)
         if len(self._calls) >= self.max_turns:
@@ -95,7 +95,7 @@ class RecordingPolicy:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has not returned."""
+        """Whether a call is waiting for its completion."""
         return any(sequence.waiting for sequence in self._sequences)
 
     def room(self, token_ids: Sequence[int]) -> int:
@@ -119,7 +119,7 @@ class RecordingPolicy:
         )
 
     def finished(self, rollout: object) -> Rollout:
-        """What an environment has returned, with its sequences. Raises RewardError for what can't be trained on."""
+        """Return the environment's rollout with its sequences. Raises RewardError if it can't be trained on."""
         if not isinstance(rollout, Rollout):
             raise RewardError(f"environment: rollout must return a Rollout, got {type(rollout).__name__}")
         its = rollout.trajectories
@@ -132,12 +132,12 @@ class RecordingPolicy:
         return replace(rollout, trajectories=trajectories, truncated=truncated)
 
     def _room(self, text: tuple[int, ...], sequence: _Sequence | None) -> int:
-        """Tokens that may follow `text`, which goes on with `sequence`, or begins another one."""
+        """Number of tokens that may follow `text`, which extends `sequence` or begins a new one."""
         prompt = len(text) if sequence is None else len(sequence.segments[0].token_ids)
         return min(prompt, self.limits.max_prompt_tokens) + self.limits.max_new_tokens - len(text)
 
     def _extended(self, text: tuple[int, ...]) -> _Sequence | None:
-        """The longest sequence that `text` goes on with."""
+        """The longest sequence that `text` extends; None if there is none."""
         begun = [each for each in self._sequences if not each.waiting and each.tokens == text[: len(each.tokens)]]
         return max(begun, key=lambda each: len(each.tokens), default=None)
 
@@ -186,7 +186,7 @@ class RecordingPolicy:
 
 
 def number(what: str, value: object, otherwise: str = "") -> float:
-    """Python's own number, whatever kind of number the environment has given. Raises RewardError."""
+    """Convert any number to a finite Python float. Raises RewardError, which names `what`."""
     try:
         found = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -197,7 +197,7 @@ def number(what: str, value: object, otherwise: str = "") -> float:
 
 
 def _given(token_ids: Sequence[int]) -> Segment:
-    """A segment that the policy did not sample: a prompt, or a message of the environment."""
+    """Build a segment that the policy did not sample: a prompt, or a message of the environment."""
     length = len(token_ids)
     return Segment(
         token_ids=np.array(token_ids, np.int32),

@@ -1,10 +1,10 @@
-"""A reward worker of another machine, as the controller sees it, and the messages between the two, in MessagePack.
+"""Reward workers of other machines, seen from the controller, and their messages in MessagePack.
 
-    controller --work: completions of a group that have ended, as servers gave them, or that it is given up--> worker
-    controller <--at any time, what a group says: its next requests, the scored group, or an error-- worker
+    controller --work: finished completions of a group as servers returned them, or its end--> worker
+    controller <--at any time, outcomes of a group: its next requests, the scored group, or an error-- worker
 
-Prompts go with the first completions of a group. All else that its rollouts need is in the run's configuration. Every
-worker has a WebSocket of its own: it comes with its connection and is gone with it.
+The prompt travels with a group's first completions. All other inputs of rollouts are in the run's configuration. Every
+worker has its own WebSocket, and exists as long as its connection.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from areal_core.types import SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
 
-ANSWER_BYTES = 2**26  # at most
+ANSWER_BYTES = 2**26  # largest message of a worker
 _GROUP_BYTES = 8
-_ERRORS = {  # that say something of the group
+_ERRORS = {  # errors that concern one group
     kind.__name__: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, RewardError | GenerationError)
@@ -38,22 +38,22 @@ _ERRORS = {  # that say something of the group
 
 
 class Work(msgspec.Struct, kw_only=True):
-    """A message for a worker."""
+    """A message to a worker."""
 
     group: int
-    arrived: Arrived | None  # None: the group is given up
-    bodies: dict[bytes, bytes]  # on the way, by the names that completions have in their place: several may share one
+    arrived: Arrived | None  # None: the group is abandoned
+    bodies: dict[bytes, bytes]  # response bodies by short names, sent once even if several completions share one
 
 
 class _Outcome(msgspec.Struct):
     requests: list[SampleRequest] | None = None
     scored: ScoredGroup | None = None
-    error: str | None = None  # its kind
+    error: str | None = None  # name of the error's class
     says: str = ""
 
 
 def encode_work(group: int, arrived: Arrived | None) -> bytes:
-    """A message for a worker."""
+    """Encode a message to a worker."""
     names: dict[bytes, bytes] = {}
     for one in () if arrived is None else arrived.completions:
         for body, _ in one.completion.segments:
@@ -63,13 +63,13 @@ def encode_work(group: int, arrived: Arrived | None) -> bytes:
 
 
 def decode_work(data: bytes) -> tuple[int, Arrived | None]:
-    """A message for a worker. Completions of one body share it."""
+    """Decode a message to a worker. Completions of one response share its body."""
     work = msgspec.msgpack.decode(data, type=Work)
     return work.group, _with_bodies(work.arrived, work.bodies)
 
 
 def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arrived | None:
-    """The same completions, with others in the place of their bodies."""
+    """Replace the bodies of completions, keyed by body."""
     if arrived is None:
         return None
 
@@ -81,17 +81,18 @@ def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arri
 
 
 def encode_said(group: int, outcome: Outcome) -> bytes:
-    """What a group says. What can't be sent is an error."""
+    """Encode an outcome of a group, with the group's number.
+    An outcome that can't be encoded becomes a RewardError."""
     return group.to_bytes(_GROUP_BYTES, "little") + encode_outcome(outcome)
 
 
 def decode_said(data: bytes) -> Event:
-    """What a group says, and its number. An outcome that is none is a RewardError of the group."""
+    """Decode a group's number and outcome. An invalid outcome becomes a RewardError of the group."""
     return int.from_bytes(data[:_GROUP_BYTES], "little"), decode_outcome(data[_GROUP_BYTES:])
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """A worker's answer. What can't be sent is an error."""
+    """Encode an outcome. One that can't be encoded or exceeds ANSWER_BYTES becomes a RewardError."""
     if isinstance(outcome, ScoredGroup):
         message = _Outcome(scored=outcome)
     elif isinstance(outcome, ArealError):
@@ -110,7 +111,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 
 def decode_outcome(data: bytes) -> Outcome:
-    """What is no outcome is a RewardError."""
+    """Decode an outcome. Invalid data becomes a RewardError."""
     try:
         message = msgspec.msgpack.decode(data, type=_Outcome)
     except ValueError as error:  # msgspec.DecodeError among them
@@ -120,11 +121,11 @@ def decode_outcome(data: bytes) -> Outcome:
     return message.scored or tuple(message.requests or ())
 
 
-SILENT_S = 10.0  # after which a connection that nothing comes through is lost
+SILENT_S = 10.0  # seconds of silence after which a connection counts as lost
 
 
 class RemoteWorker:
-    """The worker at the other end of a connection. Its machine sees to time limits."""
+    """The worker at the other end of a connection. Its own machine enforces time limits."""
 
     def __init__(self, place: int, socket: web.WebSocketResponse) -> None:
         self.place = place
@@ -137,7 +138,7 @@ class RemoteWorker:
         self._events.put_nowait((group, message))
 
     async def follow(self, hear: Callable[[Event], None]) -> None:
-        """Exchange messages until its connection ends."""
+        """Exchange messages until the connection ends."""
         writing = asyncio.ensure_future(self._write(hear))
         try:
             async for message in self._socket:
@@ -147,7 +148,7 @@ class RemoteWorker:
             writing.cancel()
 
     async def _write(self, hear: Callable[[Event], None]) -> None:
-        with suppress(ConnectionError):  # as `follow` will find
+        with suppress(ConnectionError):  # `follow` handles the lost connection
             while True:
                 group, message = await self._events.get()
                 try:
@@ -158,6 +159,6 @@ class RemoteWorker:
                     await self._socket.send_bytes(work)
 
     def kill(self) -> None:
-        """Close its connection, at which it begins anew by itself."""
+        """Close the connection. The worker then reconnects by itself."""
         if self._socket.prepared:
             self._closing = asyncio.ensure_future(self._socket.close())

@@ -1,4 +1,4 @@
-"""The rollouts of one group as the trainer gets them: packed sequences, and a summary."""
+"""Convert the rollouts of a group for the trainer: packed sequences and a summary."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from areal_core.types import (
 def scored_group(
     rollouts: Sequence[Rollout], algorithm: AlgorithmConfig, *, sampled_tokens: int, metrics: dict[str, list[float]]
 ) -> ScoredGroup:
-    """Pack rollouts whose sequences are recorded. `sampled_tokens`: of all their calls. `metrics`: numbers of the group
-    beside those of its environment, by curve name. Raises RewardError where none has a result, and for numbers that are
-    none; GenerationError where all were cut."""
+    """Pack rollouts and build their summary.
+
+    `sampled_tokens` counts all calls of the rollouts. `metrics` holds further numbers of the group, by curve name.
+    Raises RewardError if no rollout has a result, or for invalid numbers. Raises GenerationError if all were cut."""
     rewards = [
         None if rollout.reward is None else number("a reward", rollout.reward, " or None") for rollout in rollouts
     ]
@@ -90,7 +91,7 @@ def scored_group(
 
 
 def sample_of(rollout: Rollout, tokenizer: Tokenizer) -> Sample:
-    """A rollout whose sequences are recorded, as text."""
+    """Convert a rollout to text."""
     first, *others = rollout.trajectories or (Trajectory(segments=()),)
     shown = [first.segments[1:], *(trajectory.segments for trajectory in others)]
     tokens = [np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in its)]) for its in shown]
@@ -109,7 +110,7 @@ def sample_of(rollout: Rollout, tokenizer: Tokenizer) -> Sample:
 def _returns(
     held: Sequence[tuple[int, Trajectory]], rewards: Sequence[float | None], algorithm: AlgorithmConfig
 ) -> tuple[Return, ...]:
-    """What algorithm.credit gives returns of their own, by sequence and end."""
+    """Returns that `algorithm.credit` assigns to parts of a rollout, with their sequences and ends."""
     if algorithm.credit == "rollout":
         return ()
     if algorithm.credit == "sequence":
@@ -127,7 +128,7 @@ def _returns(
             end += len(segment.token_ids)
             if segment.call >= 0:
                 turns.append((place, segment.call, sequence, end, number("the reward of a turn", segment.reward)))
-        turns[-1] = (*turns[-1][:3], end, turns[-1][4])  # what the environment has said last is no turn
+        turns[-1] = (*turns[-1][:3], end, turns[-1][4])  # the last turn includes later tokens of the environment
     found: list[Return] = []
     for place, reward in enumerate(rewards):
         its = sorted(turn for turn in turns if turn[0] == place)

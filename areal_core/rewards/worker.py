@@ -1,12 +1,12 @@
-"""What a reward worker is: a process that runs the rollouts of groups, their verification and packing.
+"""The reward worker: a process that runs the rollouts of groups, verifies them and packs the results.
 
-    controller --messages of groups: completions that have ended, or that a group is given up--> worker
-    controller <--what groups say, at any time: their next requests, scored groups, errors-- worker
+    controller --messages of groups: finished completions, or a group's end--> worker
+    controller <--outcomes of groups, at any time: their next requests, scored groups, errors-- worker
 
-An event loop runs all groups of a worker, and waits for none of them. A verifier may hang or end the process. Then the
-group whose code ran gets a RewardError, which says nothing about its completions, and the others begin again in another
-worker. Next each completion of that group is judged in a worker of its own (`Arrived.apart`, `judged_apart`), so that
-only the one at fault is lost.
+One event loop runs all groups of a worker and waits for none of them. A verifier may hang or kill the process. Then
+the group whose code was running gets a RewardError, which says nothing about its completions. The other groups begin
+again in another worker. Each completion of the failed group is then judged in its own process (`Arrived.apart`,
+`judged_apart`), so that only the completion at fault is lost.
 """
 
 from __future__ import annotations
@@ -52,40 +52,43 @@ from areal_core.rewards.group import GroupRollout, known_error, note_failure, st
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Outcome, Prompt
 
-_START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
-_OPEN_S = 120.0  # for the verifier of a process to be imported
-_LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
-_END_S = 10.0  # for environments to be torn down
-_CHECK_S = 0.5  # between two looks at a process that says nothing
-_GROUP, _SINCE, _TAKEN = range(3)  # numbers that a worker notes where its parent sees them; see WorkerProcess
+_START_S = 120.0  # limit for a process to import numpy and tokenizers, on a busy machine
+_OPEN_S = 120.0  # limit for a process to import its verifier
+_LAST_WORDS_S = 3.0  # beyond its time limit, for a process to report where it hangs
+_END_S = 10.0  # limit for tearing down environments
+_CHECK_S = 0.5  # between two checks of a silent process
+_GROUP, _SINCE, _TAKEN = range(3)  # indices of numbers that a worker shares with its parent; see WorkerProcess
 
-Event = tuple[int, Any]  # a group's number, and a message for it or what it says
+Event = tuple[int, Any]  # a group's number, and a message to or from the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A message for a group: completions that have ended, of which there may be none."""
+    """A message to a group: finished completions, possibly none."""
 
-    prompt: Prompt | None  # with the first one
+    prompt: Prompt | None  # only in the first message
     completions: Sequence[Arrival]
-    apart: bool = False  # each verdict is found in a process of its own
+    apart: bool = False  # judge each completion in its own process
     n: int = 1  # rollouts of the group
-    shown: bool = False  # its rollouts are asked for, not only their payload
-    cut: bool = False  # instead of completions: the rollouts that have not ended are to end
+    shown: bool = False  # return the rollouts as samples, not only their payload
+    cut: bool = False  # no completions: end the unfinished rollouts
 
 
 class WorkerProcess:
-    """A worker and its parent's end of the pipe to it. It dies with the thread that makes it. One thread may send while
-    another receives."""
+    """A worker process and the parent's end of its pipe.
+
+    The process dies with the thread that started it. One thread may send while another receives.
+    """
 
     def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None, limit_s: float) -> None:
-        """`function`: what it does with the first message of a group. It returns a GroupRollout, which gets the further
-        ones, or the group's result, which may be awaitable. `place`: its number in the run. `timeline`: the file of
-        what it did when. `limit_s`: of a verdict, and of whatever blocks it."""
+        """`function` handles the first message of a group.
+        It returns a GroupRollout, which gets later messages, or the group's result, which may be awaitable. `place` is
+        the worker's number in the run. `timeline` is the file for its timeline. `limit_s` limits each verdict and each
+        step of code, in seconds."""
         self.place = place
         self.limit_s = limit_s
         self._pipe, theirs = Pipe()
-        self._sent, self._sent_at = 0, 0.0  # messages, and when the oldest was that it has perhaps not taken
+        self._sent, self._sent_at = 0, 0.0  # messages sent, and the time of the oldest that it may not have received
         limit = struct.pack("ll", int(_START_S), 0)  # of a message that stops halfway
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -93,20 +96,20 @@ class WorkerProcess:
         os.ftruncate(shared, 3 * 8)
         self._noted = _noted(shared)
         fds = (theirs.fileno(), shared)
-        with theirs:  # closed here, so that the process' death reads as end-of-file
+        with theirs:  # closed here, so that the death of the process reads as end-of-file
             command = [sys.executable, "-c", f"from {__name__} import serve; serve{(*fds, place)}"]
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         os.close(shared)
-        with suppress(OSError):  # it has ended, as `start` will find
+        with suppress(OSError):  # the process has died; `start` reports it
             self._pipe.send((function, timeline))
 
     @property
     def running(self) -> int:
-        """The group whose code it runs, or ran last where it is dead; 0: none."""
+        """The group whose code the worker runs, or was running when it died; 0: none."""
         return int(self._noted[_GROUP])
 
     def start(self) -> None:
-        """Blocks until it is ready. Raises RewardWorkerError."""
+        """Block until the process is ready. Raises RewardWorkerError."""
         try:
             if not self._pipe.poll(_START_S):
                 raise RewardWorkerError("the reward worker did not start")
@@ -115,7 +118,7 @@ class WorkerProcess:
             raise RewardWorkerError("the reward worker died as it started") from error
 
     def send(self, *events: Event) -> None:
-        """Blocks until they are on the way. A message None gives its group up. A dead worker is for `receive`."""
+        """Send messages, blocking; None abandons its group. `receive` reports a dead worker."""
         if self._noted[_TAKEN] == self._sent:
             self._sent_at = time.monotonic()
         self._sent += 1
@@ -123,8 +126,8 @@ class WorkerProcess:
             self._pipe.send((self.limit_s, events))
 
     def receive(self) -> Event:
-        """Blocks until a group says something: requests, its result, or an ArealError. Raises RewardTimeoutError or
-        RewardWorkerError for a worker that is of no more use; `running` is at fault then."""
+        """Block until a group has an outcome: requests, its result, or an ArealError.
+        Raises RewardTimeoutError or RewardWorkerError for a failed worker; the group `running` is then at fault."""
         try:
             while not self._pipe.poll(_CHECK_S):
                 if self._hangs():
@@ -137,7 +140,7 @@ class WorkerProcess:
         raise RewardTimeoutError(said)
 
     def ask(self, message: Any) -> Any:
-        """The result of a group of one message. Raises as `receive`, and what the group has failed with."""
+        """Send one message and return its result. Raises its error, and the errors of `receive`."""
         self.send((1, message))
         _, result = self.receive()
         if isinstance(result, ArealError):
@@ -145,7 +148,7 @@ class WorkerProcess:
         return result
 
     def wait(self) -> None:
-        """Blocks until it has ended in order, after a message for group 0, or for a while."""
+        """Block until the process has ended after a message to group 0, at most _END_S seconds."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
 
@@ -154,14 +157,14 @@ class WorkerProcess:
         self.process.wait()
 
     def _hangs(self) -> bool:
-        """Whether it runs code of one group for too long, in native code or stopped, or takes no message in."""
+        """Whether the process runs one group's code for too long, is stopped, or receives no messages."""
         group, since, taken = self._noted
         late = time.monotonic() - self.limit_s - _LAST_WORDS_S
         return bool(group and since < late) or (taken < self._sent and max(since, self._sent_at) < late)
 
 
 def _noted(fd: int) -> Any:
-    """The numbers that a worker notes, in memory that it shares with its parent."""
+    """The numbers that a worker shares with its parent in memory."""
     return memoryview(mmap.mmap(fd, 3 * 8)).cast("d")
 
 
@@ -169,7 +172,7 @@ def _noted(fd: int) -> Any:
 
 
 def serve(fd: int, shared: int, place: int) -> None:
-    """The worker process, until its parent closes the pipe. The first thing that it sends says that it is ready."""
+    """Run the worker process until its parent closes the pipe. Its first message reports that it is ready."""
     from areal_core.launch import logs
     from areal_core.launch.process import die_with_parent
 
@@ -181,11 +184,11 @@ def serve(fd: int, shared: int, place: int) -> None:
     loop.run_until_complete(tear_down())
 
 
-_group: ContextVar[int] = ContextVar("group", default=0)  # whose code runs in this context; 0: the worker's own
+_group: ContextVar[int] = ContextVar("group", default=0)  # whose code runs in this context; 0: the worker itself
 
 
 class _Selector(selectors.DefaultSelector):
-    """Writes into the timeline when the process did something between two waits."""
+    """Selector that records the time between two waits in the timeline."""
 
     timeline: TimelineWriter | None = None
     _since = 0.0
@@ -201,7 +204,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Runs the groups of a worker. It knows whose code each of its steps runs, and how long a step may take."""
+    """Event loop of a worker. It knows which group's code each step runs, and limits the step's duration."""
 
     def __init__(self, pipe: Connection, noted: Any) -> None:
         selector = _Selector()
@@ -227,7 +230,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_at(when, self._step, callback, *args, context=context)
 
     def _step(self, callback: Callable[..., Any], *args: Any) -> Any:
-        """Run some code of the group whose context this is, or of the worker."""
+        """Run a callback for the group of its context, or for the worker itself."""
         if not (group := _group.get()):
             return callback(*args)
         self._start_limit()
@@ -235,22 +238,22 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             return callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            return None  # its task has it
+            return None  # the group's task holds the error
         finally:
-            if os.getpid() != self._pid:  # a fork of the user's, which has no business here
+            if os.getpid() != self._pid:  # a forked child of user code
                 os._exit(1)
             self._noted[_GROUP] = 0
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             step_ended()
 
     def _start_limit(self) -> None:
-        """A step or a verdict begins: have SIGALRM come once it takes too long."""
+        """Start the time limit of a step or a verdict: SIGALRM comes after `limit_s` seconds."""
         if _group.get():
             self._noted[_SINCE] = time.monotonic()
             signal.setitimer(signal.ITIMER_REAL, self._limit_s)
 
     def _end(self, _: int, frame: FrameType | None) -> None:
-        """On SIGALRM, say where the process hangs, and end it. Native code may keep it from that."""
+        """On SIGALRM, report where the process hangs, and end it. Native code may delay the signal."""
         if group := _group.get():
             self._tell(group, RewardTimeoutError(verdicts.hung(traceback.extract_stack(frame), self._limit_s)))
             os._exit(1)
@@ -286,7 +289,7 @@ class _Loop(asyncio.SelectorEventLoop):
             if error is not None:
                 self._close(group)
                 self._tell(group, error)
-        elif not isinstance(message, Arrived) or message.prompt is not None:  # else it has failed meanwhile
+        elif not isinstance(message, Arrived) or message.prompt is not None:  # else the group has failed meanwhile
             context = contextvars.copy_context()
             context.run(_group.set, group)
             its = context.run(self._step, attempt, self._function, message)
@@ -299,11 +302,11 @@ class _Loop(asyncio.SelectorEventLoop):
                 self._tell(group, its)
 
     async def _follow(self, group: int, its: GroupRollout | asyncio.Task[Any]) -> None:
-        """Tell what a group says until it has ended or is given up."""
+        """Send the outcomes of a group until it has ended or is abandoned."""
         while group in self._open:
             try:
                 said = await (its.said() if isinstance(its, GroupRollout) else its)
-            except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
+            except BaseException as error:  # noqa: BLE001 - the boundary to user code: costs one group, not the worker
                 said = known_error(error)
             if group not in self._open:
                 return
@@ -323,15 +326,15 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call, or an ArealError for what it raises."""
+    """Call a function. Returns its result, or an ArealError if it raises."""
     try:
         return function(*arguments)
-    except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
+    except BaseException as error:  # noqa: BLE001 - the boundary to user code: costs one group, not the worker
         return known_error(error)
 
 
 def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRollout:
-    """In a worker: begin the rollouts of a group. The tokenizer is in the folder `model_path`."""
+    """Begin the rollouts of a group, in a worker. The folder `model_path` holds the tokenizer."""
     assert message.prompt is not None
     its = config.of(message.prompt.task)
     environment = _environment(its, model_path, message.apart)
@@ -342,20 +345,21 @@ def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRol
 
 
 def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
-    """The verdict on a text, from a worker of its own: the verifier's, or that of a `part` of environment.rewards.
-    Raises RewardTimeoutError with its stack for a verifier that hangs, VerifierError for one that ends its process,
-    ConfigError for one that can't be imported, what the verifier raises, and RewardError where no worker starts, which
+    """Judge a text in its own worker, by the verifier or by `part` of environment.rewards.
+
+    Raises RewardTimeoutError, with its stack, if the verifier hangs. Raises VerifierError if it ends its process,
+    ConfigError if it can't be imported, and the verifier's own error. Raises RewardError if no worker starts, which
     says nothing about the verifier."""
     worker = WorkerProcess(functools.partial(_verdict, config, part), 0, None, _OPEN_S)
     name, started = f"environment.rewards {part}" if part else config.environment.judged_by, False
     try:
         worker.start()
         started = True
-        worker.ask(_IMPORT)  # which is no time for the verdict
+        worker.ask(_IMPORT)  # imports must not count toward the verdict's time limit
         worker.limit_s = config.rollout.reward_timeout_s
         return worker.ask((prompt, text))
     except RewardTimeoutError as error:
-        said = str(error)  # in native code it could not say more
+        said = str(error)  # a hang in native code has no stack
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
     except RewardWorkerError as error:
         if not started:
@@ -368,7 +372,8 @@ def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Ve
 
 
 async def judged_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
-    """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
+    """Judge a text that may have killed a worker, in its own process.
+    If it kills this process too, it is incorrect."""
     try:
         with unlimited():
             loop = asyncio.get_running_loop()
@@ -382,7 +387,7 @@ _IMPORT = "import"
 
 
 def _verdict(config: RunConfig, part: str, judged: tuple[Prompt, str] | str) -> Awaitable[Verdict] | None:
-    """In a worker: the verdict on a text. _IMPORT: only import the verifier."""
+    """Judge a text, in a worker. For _IMPORT, only import the verifier."""
     judge = _judge(config, part)
     return None if isinstance(judged, str) else judge(*judged, truncated=False)
 

@@ -1,6 +1,6 @@
-"""Work beside the training step: jobs in order, the first failure raised in the step.
+"""Background jobs of the trainer: an ordered job thread, and a feed that prepares the next batch.
 
-The feed has the batches of a run, one step ahead: while a step trains, the next batch is fetched, laid out and packed.
+While a step trains, the feed fetches, lays out and packs the next batch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.types import BatchManifest
 
-_LOOK_S = 0.2  # between two calls of `meanwhile`
+_LOOK_S = 0.2  # seconds between two calls of `meanwhile`
 
 Ready = tuple[BatchManifest, TrainingBatch]
 
 
 class BackgroundThread:
-    """A thread that runs one job after another.
+    """A thread that runs jobs one after another.
 
-    At most `waiting` jobs are queued besides the one that runs: `submit` blocks while the queue is full. Once a job has
-    failed no other is run, and every call raises that failure. The thread keeps no process alive: `drain` before the
-    end.
+    At most `waiting` jobs are queued beside the running one; `submit` blocks while the queue is full. After a job
+    fails, no other job runs and every call raises that failure. The thread is a daemon: call `drain` before the process
+    ends.
     """
 
     def __init__(self, name: str, *, waiting: int) -> None:
@@ -33,22 +33,22 @@ class BackgroundThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; blocks while the queue is full."""
+        """Queue a job; blocks while the queue is full. Raises the failure of an earlier job."""
         self.check()
         self._jobs.put(job)
 
     def check(self) -> None:
-        """Raise the failure of a job, if one has failed."""
+        """Raise the failure of a job, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     @property
     def busy(self) -> bool:
-        """Whether jobs are left to do."""
+        """Whether any job is unfinished."""
         return self._jobs.unfinished_tasks > 0
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until all jobs are done; whether they are, after `timeout_s`."""
+        """Wait until all jobs are done, at most `timeout_s`. Returns whether they are done."""
         with (done := self._jobs.all_tasks_done):
             ended = done.wait_for(lambda: not self.busy, timeout_s)
         self.check()
@@ -67,11 +67,12 @@ class BackgroundThread:
 
 
 class BatchFeed:
-    """Hands out the batches of steps `first` to `last`, in order, each once; fetches the next one when told to.
+    """Hands out the batches of steps `first` to `last` in order, and fetches the next one on request.
 
-    So a batch may be fixed while the step before it trains: its groups are the oldest that are ready at that moment.
-    It counts as consumed from then on, and it is trained on, whatever ends the run meanwhile. `build` lays a batch out.
-    `controller` belongs to the feed's thread.
+    So the controller may fix a batch while the step before it trains, from the oldest groups that are ready then. From
+    that moment the batch counts as consumed, and the trainer trains on it even if the run ends meanwhile.
+
+    `build` lays out a batch. Only the feed's thread may use `controller`.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class BatchFeed:
         self.ahead()
 
     def next(self, meanwhile: Callable[[], None] = lambda: None) -> Ready:
-        """The next batch; waits for it, and calls `meanwhile` now and then. The one after it is fetched from `ahead`
-        on.
+        """Return the next batch; calls `meanwhile` now and then while waiting.
 
-        Raises RunFinished once the run has ended, and what fetching or laying out the batch raised.
+        Call `ahead` to fetch the batch after it. Raises RunFinished if the run has ended, and every error of fetching
+        or laying out the batch.
         """
         while True:
             meanwhile()
@@ -102,7 +103,7 @@ class BatchFeed:
             self._thread.check()
 
     def ahead(self) -> None:
-        """Fetch the next batch in the background. To be called once for every batch that `next` has returned."""
+        """Fetch the next batch in the background. Call it once for every batch that `next` has returned."""
         if (step := next(self._steps, None)) is not None:
             self._thread.submit(lambda: self._fetch(step))
 

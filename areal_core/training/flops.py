@@ -1,9 +1,9 @@
-"""Model FLOPs of training and the peak of the training device, the two sides of model FLOPs utilisation (MFU).
+"""Model FLOPs of training and the peak of the device: the two sides of FLOPs utilisation (MFU).
 
-Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B): what the shapes of a model and of
-a batch demand, two for each weight that an input is multiplied with and four for each element of a query head and each
-input that it attends to; twice as much again for the backward pass. What an implementation computes a second time, to
-save memory, does not count. Unlike there, attention is causal and logits are computed for completion tokens alone.
+Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B). They follow from the shapes of
+model and batch: two for each weight that multiplies an input, four for each element of a query head and each input that
+it attends to. The backward pass costs twice as much again. Recomputation to save memory does not count. Unlike in PaLM,
+attention is causal and logits are computed for completion tokens only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.planning.time_model import ACCELERATORS, Accelerator, ModelCost
 from areal_core.training.engines.engine import TrainingBatch
 
-_SIDE = 1024  # of the matrices whose product is timed on a CPU core
-_TRIES, _ENOUGH_S = 5, 0.5  # how often it is timed; no further once so long was spent
+_SIDE = 1024  # width of the matrices whose product is timed on a CPU core
+_TRIES, _ENOUGH_S = 5, 0.5  # timings at most; none further after so many seconds
 
 
 def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool, frozen: bool = False) -> int:
-    """Model FLOPs of one step over one rank's share, without sequences that have no gradient: forward and backward
-    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
-    `frozen`: the weights have no gradient, which is half of the backward pass of their products; an adapter's own FLOPs
-    don't count."""
+    """Model FLOPs of one step over one rank's share, without sequences that have no gradient.
+
+    They cover the forward and backward passes, a forward pass for pi_prox without the first minibatch, and one for a
+    reference policy. `frozen` model weights have no gradient, which saves half of the backward pass of their products.
+    FLOPs of an adapter don't count.
+    """
     has_gradient, rates, shared = batch.has_gradient, Rates.of(spec), batch.prompts is not None
 
     def forward(members: Iterable[int], *, attention: bool = True) -> int:
@@ -53,9 +55,9 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
 class Rates(NamedTuple):
     """FLOPs of a model's forward pass."""
 
-    layers: float  # of an input
-    attention: float  # of an input that another attends to
-    head: float  # of a token's logits
+    layers: float  # per input
+    attention: float  # per pair of an input and an input that it attends to
+    head: float  # per token with logits
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Rates:
@@ -68,11 +70,13 @@ class Rates(NamedTuple):
 def forward_flops(
     rates: Rates, prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
 ) -> int:
-    """Model FLOPs of a forward pass over completions of so many tokens of one prompt of `prompt` tokens; `shared`: the
-    prompt is computed once for all of them. Without `attention`: of products with weights alone.
+    """Model FLOPs of a forward pass over completions of one prompt.
 
-    Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
-    an input attends to itself and to those before it.
+    `prompt` and `completions` are lengths in tokens. With `shared` the prompt is computed once for all completions.
+    Without `attention` only products with model weights count.
+
+    Logits are computed for completion tokens only. The last token of a completion is a target, never an input. An input
+    attends to itself and to earlier inputs.
     """
     own = [length - 1 for length in completions]
     prompts = 1 if shared else len(completions)
@@ -85,8 +89,11 @@ def forward_flops(
 def training_cost(
     spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool
 ) -> tuple[float, list[float]]:
-    """FLOPs of forward and backward passes over a prompt and over each of its completions, by which these are
-    partitioned over ranks: long ones cost more than their tokens say. Arguments as of `forward_flops`."""
+    """FLOPs of forward and backward passes over a prompt and over each of its completions.
+
+    Completions are partitioned over ranks by this cost, because long ones cost more per token. Arguments as of
+    `forward_flops`.
+    """
     rates = Rates.of(spec)
     once = forward_flops(rates, prompt, [], shared=True) if shared else 0
     own = [forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
@@ -94,18 +101,20 @@ def training_cost(
 
 
 def _matrices(spec: ModelSpec) -> float:
-    """FLOPs of an input in a model's matrices, by its tensors; those as long as its vocabulary are embeddings and the
-    output's."""
+    """FLOPs per input of a model's matrices, from its tensors.
+
+    Matrices with a side as long as the vocabulary are left out: embeddings and output head.
+    """
     shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
     return 2.0 * sum(map(math.prod, shapes))
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak of matrix products. Of a GPU it is that of the data sheet (float32: without TF32; bfloat16: dense), None
-    where it is unknown. Of a CPU core it is what one large product reaches in this process.
+    """Peak FLOP/s of matrix products: of a GPU from its data sheet, of a CPU core measured.
 
-    A core without instructions for `dtype` takes a hundred times as long for that product as in float32, and less for
-    others, so float32 counts as well."""
+    GPU figures are float32 without TF32 and dense bfloat16; None for an unknown GPU. On a CPU, float32 counts too: a
+    core without instructions for `dtype` may take a hundred times as long in `dtype`.
+    """
     if device.type == "cuda":
         found = data_sheet(torch.cuda.get_device_name(device))
         return found and 1e12 * {torch.bfloat16: found.tflops, torch.float32: found.float32_tflops}[dtype]
@@ -113,8 +122,10 @@ def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def data_sheet(name: str) -> Accelerator | None:
-    """The data sheet of a GPU, by the name that its driver gives it ("NVIDIA H100 80GB HBM3"). None for one that is not
-    listed. Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks and count as not listed."""
+    """Return a GPU's data sheet by the driver's name for it ("NVIDIA H100 80GB HBM3"), or None.
+
+    Other forms of a listed chip (PCIe, NVL) and slices of it (MIG) have other peaks, so they count as not listed.
+    """
     words = re.split(r"[\s-]+", name.lower())
     found = [ACCELERATORS[word] for word in words if word in ACCELERATORS]
     return found[0] if found and not {"pcie", "nvl", "mig"} & set(words) else None
@@ -131,8 +142,11 @@ def _product_flops_per_s(dtype: torch.dtype) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process ever used: of a GPU, what torch had allocated since its start or
-    `torch.cuda.reset_peak_memory_stats`; on a CPU, resident memory."""
+    """Return the most memory that this process ever used.
+
+    On a GPU it is torch's allocations since the start or since `torch.cuda.reset_peak_memory_stats`. On a CPU it is
+    resident memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text().split("\n")

@@ -1,4 +1,4 @@
-"""Metrics of a training step, by the names that docs/metrics.md explains."""
+"""Measure training steps. docs/metrics.md explains the names of metrics."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from areal_core.types import BatchManifest
 
 @dataclass(slots=True, kw_only=True)
 class StepTimes:
-    """When the parts of a step ended; monotonic seconds."""
+    """Times at which the parts of a step ended; monotonic seconds."""
 
     waiting_since: float
-    start: float  # the batch was there
+    start: float  # the batch had arrived
     recomputed: float = 0.0
     trained: float = 0.0
     end: float = 0.0
 
 
 class StepMeter:
-    """Measures the steps of one rank, and makes rank 0's metrics of them."""
+    """Measures the steps of one rank. On rank 0 it also computes their metrics."""
 
     def __init__(
         self, config: RunConfig, spec: ModelSpec, engine: TrainingEngine, ranks: RankGroup, store: Path
     ) -> None:
-        """`store`: the folder of published versions."""
+        """`store` is the folder of published versions."""
         self._config = config
         self._spec = spec
         self._engine = engine
@@ -45,17 +45,17 @@ class StepMeter:
         self._reports = ranks.rank == 0
         self._store = store
         self._device = torch.device(config.launch.accelerator)
-        # Of the step that was measured last, over all ranks.
-        self.staleness: Counter[int] = Counter()  # sampled tokens by the version trained on - the one that sampled them
+        # Of the last measured step, over all ranks.
+        self.staleness: Counter[int] = Counter()  # sampled tokens by staleness
         self._trained_tokens = self._flops = 0.0  # tokens of trained sequences, prompts included; model FLOPs
-        self._summing_s = 0.0  # nearly all of it waiting for ranks that still compute
-        self._kl: float | None = None  # k3 of trainer against generator, nats a token; None: not measured
-        self._peak_flops_per_s = None  # of this rank's device, where it is known
+        self._summing_s = 0.0  # nearly all of it waits for ranks that still compute
+        self._kl: float | None = None  # train/inference KL (k3), nats a token; None: not measured
+        self._peak_flops_per_s = None  # of this rank's device; None: unknown
         if self._reports and not config.emulated:
             self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, config.training.dtype))
 
     def measure(self, batch: TrainingBatch, stats: StepStats) -> None:
-        """Collective. Measure a step, once its batch has been trained on."""
+        """Collective. Measure a step after training on its batch."""
         config = self._config
         lags = batch.step - 1 - batch.versions[batch.versions >= 0]
         counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
@@ -76,7 +76,7 @@ class StepMeter:
         self._kl = self._train_inference_kl(batch, stats) if self._reports else None
 
     def values(self, manifest: BatchManifest, stats: StepStats, times: StepTimes) -> dict[str, float]:
-        """The metrics of the step that was measured."""
+        """Return the metrics of the measured step, by curve name."""
         config, staleness = self._config, self.staleness
         waited_s, busy_s = times.start - times.waiting_since, times.end - times.start
         compute_s = self._engine.compute_s() + self._summing_s
@@ -108,9 +108,12 @@ class StepMeter:
         return values
 
     def _train_inference_kl(self, batch: TrainingBatch, stats: StepStats) -> float | None:
-        """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
-        else, every `tracking.table_every` steps, over a sample of the newest tokens whose version is still stored."""
-        sharded = self._config.zero_stage == 3  # no rank can hold a whole model
+        """Mean train/inference KL (k3) on the same model weights, nats a token; None if not measured.
+
+        It covers tokens of the version just trained on. Without such tokens it covers, every `tracking.table_every`
+        steps, a sample of the newest tokens whose version is still stored.
+        """
+        sharded = self._config.zero_stage == 3  # no rank can hold the whole model
         if stats.train_inference_kl is not None or batch.step % self._config.tracking.table_every or sharded:
             return stats.train_inference_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
@@ -118,7 +121,7 @@ class StepMeter:
                 published = weights.read_manifest(weights.version_folder(self._store, number))
                 total, tokens = self._engine.train_inference_kl(batch, weights.load(published), number)
             except StorageError:
-                continue  # released meanwhile, or the base, which is a model folder
+                continue  # released meanwhile, or version 0, which is a model folder
             if tokens:
                 return total / tokens
         return None

@@ -1,7 +1,7 @@
-"""Publishes versions to the generation servers and commits checkpoints, in the background of rank 0's steps.
+"""Publish versions to the generation servers and commit checkpoints, in the background of steps.
 
-Each in a thread of its own, in order. A step only waits for a copy of what is written, and for the version before. A
-failure ends the trainer at its next step.
+Rank 0 has an ordered thread for each. A step waits only for a copy of the tensors and for the previous version. A
+failure stops the trainer at its next step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState
 from areal_core.types import PolicyVersion
 
-_HAND_OVER_S = 60.0  # without a word of the head node that the version is on its way
-_LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
+_HAND_OVER_S = 60.0  # seconds without a sign from the head node that it fetches the version
+_LOOK_S = 0.2  # seconds between two checks for a failed publication
 
 
 class Publisher:
@@ -43,26 +43,30 @@ class Publisher:
         self._run = run
         self._config = config
         self._storage = storage
-        self._base_digest = None  # of the base model, where checkpoints hold no more than an adapter to it
+        self._base_digest = None  # hash of the base model, if checkpoints hold only its adapter
         if config.training.lora.rank is not None:
             self._base_digest = weights.base_version(run.info().model_path).digest
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
-        self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
+        self._publishing = BackgroundThread("publish", waiting=2)  # a version and its step's report
         self._saving = BackgroundThread("checkpoint", waiting=1)
         self._published: dict[int, str] = {}  # version -> hash
-        self._released: list[int] = []  # when the last version was announced
-        self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
+        self._released: list[int] = []  # versions released at the last announcement
+        self._reported_step, self._reported = 0, threading.Condition()  # last step whose report was sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
     def publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Publish `tensors` as version `step`; they must not change until the next call returns. Waits for the version
-        before."""
+        """Publish `tensors` as version `step`, after waiting for the previous version.
+
+        The tensors must not change until the next call returns.
+        """
         self._publishing.drain()
         self._publishing.submit(lambda: self._publish(step, tensors))
 
     def announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Write and announce a version at once; delete those that are no longer needed. The version of a checkpoint is
-        written once more, as it may be damaged, or have been another machine's."""
+        """Write and announce a version at once, and delete obsolete ones.
+
+        A resumed trainer announces its checkpoint's version again: the old files may be damaged or on another machine.
+        """
         version = weights.publish(self._run.weights, step, tensors, lora=self._config.training.lora.adapter)
         self._published[step] = version.digest
         if self._run.copy() is not None:
@@ -71,12 +75,12 @@ class Publisher:
         weights.release(self._run.weights, self._released)
 
     def check(self) -> None:
-        """Raise the failure of a version or a checkpoint, if one has failed."""
+        """Raise the failure of a version or a checkpoint, if there is one."""
         self._publishing.check()
         self._saving.check()
 
     def report(self, step: int, values: Mapping[str, float], staleness: Counter[int]) -> None:
-        """Log the metrics and the staleness histogram of a step, once its version is published."""
+        """Log the metrics and the staleness histogram of a step after its version is published."""
         rows = points(step, values)
         counts = {str(lag): count for lag, count in sorted(staleness.items())}
 
@@ -91,25 +95,30 @@ class Publisher:
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being written: there is one copy of the state at a time."""
+        """Whether a checkpoint is being written; only one copy of the state exists at a time."""
         return self._saving.busy
 
     def make_room(self, timeout_s: float) -> bool:
-        """Wait until no checkpoint is being written; whether none is, after `timeout_s`."""
+        """Wait until no checkpoint is being written, at most `timeout_s`. Returns whether none is."""
         return self._saving.drain(timeout_s)
 
     def checkpoint(self, step: int, state: EngineState) -> None:
-        """Commit a checkpoint of `step`: this state, and the token ledger as it is once it holds that version and the
-        step's `report`."""
+        """Commit a checkpoint of `step`: this state, and a snapshot of the token ledger.
+
+        The snapshot waits until the ledger holds that version and the step's `report`.
+        """
         self._saving.submit(lambda: self._checkpoint(step, state))
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything is published and committed; whether it is, after `timeout_s` for either."""
+        """Wait until everything is published and committed, at most `timeout_s` for either. Returns whether it is."""
         return self._publishing.drain(timeout_s) and self._saving.drain(timeout_s)
 
     def _handed_over(self, version: PolicyVersion) -> PolicyVersion:
-        """The version as the head node has it, whose data server fetches it from this machine's stager. Raises
-        ProcessError where the head node is away for too long, or fails to fetch it."""
+        """Hand a version over to the head node, whose data server fetches it from this machine's stager.
+
+        Returns the version with its path there. Raises ProcessError if the head node is away too long or can't fetch
+        it.
+        """
         deadline = time.monotonic() + _HAND_OVER_S
         while True:
             copy = self._run.copy()
@@ -122,7 +131,7 @@ class Publisher:
                     if status == 200:
                         return replace(version, path=parsed(content)["path"])
                     said = f"{status}: {content.decode(errors='replace')}"
-                    if status == 202:  # it is on its way
+                    if status == 202:  # the head node is fetching it
                         deadline = time.monotonic() + _HAND_OVER_S
             except AwayError as error:
                 said = str(error)
@@ -160,7 +169,7 @@ class Publisher:
                 checkpoint.BASE: self._base_digest,
                 checkpoint.PROMPTS: self._run.info().prompts,
             },
-            number=self._run.info().number,  # of the launcher that it works for: a later one may have come
+            number=self._run.info().number,  # of this run's launcher: a later one may have taken over
             uploaded=uploaded,
             shared=shared,
         )
@@ -168,7 +177,7 @@ class Publisher:
         self._saving_controller.committed(step)
 
     def _written(self, state: EngineState) -> dict[str, Path]:
-        """The files of a state: weights, which are all that a controller needs, and the rest."""
+        """Write the files of a state: trained weights, which are enough for a controller, and the rest."""
         weight = {name: array for name, array in state.arrays.items() if name.startswith("weight/")}
         rest = {name: array for name, array in state.arrays.items() if name not in weight}
         files: dict[str, Path] = {}

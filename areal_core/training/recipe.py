@@ -1,5 +1,7 @@
-"""The recipe of the embedded model's supervised warm-up: its data, learning rate and cache key. No torch: a cached
-model costs no import of it."""
+"""The recipe of the embedded model's supervised warm-up: its data, learning rate and cache key.
+
+This module does not import torch, so loading a cached model stays fast.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import arithmetic
 from areal_core.models.tokenizer import EOS, char_tokenizer
 
-RECIPE = 2  # counts changes of the recipe or of its code that change the weights
+RECIPE = 2  # raise it when the recipe or its code changes the model weights
 _RAMP = 0.05  # share of a stage in which the learning rate rises
 
-# tokens of all sequences end to end, [N] their lengths, [N] the lengths of their prompts
+# all sequences' tokens end to end; [N] lengths of sequences; [N] lengths of their prompts
 Batch = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
 def cache_key(config: RunConfig) -> str:
-    """A hash of all that determines the embedded model's weights."""
+    """Hash all settings that determine the embedded model's weights."""
     parts = {
         "recipe": RECIPE,
         "model": dataclasses.asdict(config.model) | {"path": None},
@@ -35,8 +37,10 @@ def cache_key(config: RunConfig) -> str:
 
 
 def batches(config: RunConfig, *, steps: int, batch: int, direct_share: float, stream: str) -> Iterator[Batch]:
-    """Batches of solved training chains, a `direct_share` of them with the direct completion, without working.
-    `stream` names the random numbers of a stage."""
+    """Draw batches of solved training chains, a `direct_share` of them without worked steps.
+
+    `stream` names the random stream of a stage.
+    """
     tokenizer = char_tokenizer()
     end = tokenizer.token_id(EOS)
     rng = random.Random(f"warmup/{config.warmup.seed}/{stream}")

@@ -1,11 +1,11 @@
-"""The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
+"""The trainer: one process per rank, in a loop of pull, recompute, optimise, publish.
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
     `-------- one step ahead: background.py --'                                     in background: publisher.py
 
-Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
-follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
-the ledger has fixed since: on a CPU it makes the same versions again, bit for bit.
+Step k trains on policy version k - 1 and makes version k. All ranks follow the same batches. Only rank 0 publishes,
+checkpoints and reports. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
+the ledger has fixed since. On a CPU a replay makes bitwise the same versions.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ class Trainer:
             backend="cpu:gloo,cuda:nccl" if self.config.launch.accelerator == "cuda" else "gloo",
         )
         weights = read_weights(run.info().model_path, self.spec)
-        torch.manual_seed(self.config.seed)  # a part of the state, which is the same however often a run starts anew
+        torch.manual_seed(self.config.seed)  # the RNG is part of the state: every new start must get the same
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
         self.publisher = Publisher(run, self.config, self.storage) if rank == 0 else None
-        self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
+        self.step = self._saved = self._resume()  # last step done; last step with a checkpoint
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, self.ranks, run.weights)
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
     def train(self) -> None:
-        """Train until the last step or until the controller says that the run has ended."""
+        """Train until the last step, or until the controller says that the run has ended."""
         reason = "steps"
         fetching, steps = ControllerClient(self.run_dir), self.config.training.steps
-        # The highest version that was published before this process started: up to there its steps are a replay.
+        # Highest version published before this process started: steps up to it are a replay.
         newest = self.controller.status().step if self.rank == 0 else 0
         replayed = int(self.ranks.all_reduce_max(np.array([newest]))[0])
         feed = BatchFeed(fetching, lambda manifest: self._build(manifest, fetching), first=self.step + 1, last=steps)
@@ -103,8 +103,8 @@ class Trainer:
                 feed.ahead()
             self._train_step(manifest, batch, waiting_since)
             if manifest.step <= replayed:
-                # Should its weights not be those that were published before, batches of later steps are assembled
-                # anew (a new incarnation): no rank may fetch one before.
+                # If the replay gives other model weights, a new incarnation begins and the controller assembles later
+                # batches anew. No rank may fetch one of them before.
                 self._until("it is made again", Publisher.drain)
                 feed.ahead()
         self._finish(reason)
@@ -122,7 +122,7 @@ class Trainer:
         self.meter.measure(batch, stats)
         tensors = self.engine.served()
         if self.config.sleeps and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # publishing wakes the servers on this device
+            torch.cuda.empty_cache()  # because publishing wakes the servers on this device
         if self.publisher is not None:
             with heartbeat.waiting("controller-0", f"step {self.step}: publishing"):
                 self.publisher.publish(self.step, tensors)
@@ -143,7 +143,7 @@ class Trainer:
         return stats
 
     def _build(self, manifest: BatchManifest, controller: ControllerClient) -> TrainingBatch:
-        """This rank's share of the batch. Every rank derives the same partition from the manifest."""
+        """Build this rank's share of the batch. Every rank derives the same partition from the manifest."""
         config = self.config
         credits = advantages_of(manifest.groups, config.algorithm, config.max_new_tokens)
         shares = shard(
@@ -171,11 +171,11 @@ class Trainer:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Never where transformers' modules run the model: they know no prompt that several completions attend to."""
+        """Whether completions share a prompt's computation; transformers' modules can't."""
         return self.config.shares_prompts and self.spec.transformers is None
 
     def _costs(self, group: BatchGroup, credit: Credit) -> list[PromptCost]:
-        """What training on a group costs, by prompt. A sequence without a gradient costs nothing."""
+        """Return the training cost of a group, by prompt. A sequence without a gradient costs nothing."""
         costs: list[PromptCost] = []
         trained = np.array(credit.moves()) | self.config.algorithm.regularised
         for prompt, tokens in enumerate(group.prompts):
@@ -185,11 +185,13 @@ class Trainer:
             costs.append(PromptCost(once, np.where(trained[members], completions, 0.0).tolist(), members))
         return costs
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- checkpoints and the final model -----------------------------------------------------------------------
 
     def _resume(self) -> int:
-        """Load the newest checkpoint that is whole and that the controller knows; returns its step, 0 without one. Its
-        version is published once more."""
+        """Load the newest complete checkpoint that the controller knows. Returns its step, 0 without one.
+
+        Rank 0 publishes the checkpoint's version again.
+        """
         while (info := self._newest()) is not None:
             if (state := self._read(info)) is None:
                 continue
@@ -202,17 +204,17 @@ class Trainer:
         return 0
 
     def _newest(self) -> CheckpointInfo | None:
-        """Collective. What rank 0 finds."""
+        """Collective. Return the newest usable checkpoint, as rank 0 finds it."""
         found = checkpoint.newest(self.storage) if self.rank == 0 else None
         if found is not None and found.step > (known := self.controller.status().step):
-            found = checkpoint.newest(self.storage, last=known)  # else by a launcher that has lost the run
+            found = checkpoint.newest(self.storage, last=known)  # later ones: a launcher that has lost the run
         self._meet()
         taken = np.array([0, 0] if found is None else [found.step, found.number])
         step, number = self.ranks.all_reduce_max(taken).tolist()
         return found if self.rank == 0 or not step else checkpoint.at(self.storage, step, number)
 
     def _read(self, info: CheckpointInfo) -> EngineState | None:
-        """Collective. What this rank holds of a checkpoint's state; None where what any rank reads is damaged."""
+        """Collective. Read this rank's part of a checkpoint's state. If any rank finds damage, all return None."""
         damage, read = "", None
         try:
             read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
@@ -228,8 +230,10 @@ class Trainer:
         return EngineState(arrays=read.arrays, shapes=read.shapes, scalars=info.extra["engine"])
 
     def _is_due(self) -> bool:
-        """Collective. Whether a checkpoint is due, and none is being written. While the store is slow or away, training
-        goes on, and the checkpoint comes later."""
+        """Collective. Whether a checkpoint is due and none is being written.
+
+        While the store is slow or away, training continues and the checkpoint comes later.
+        """
         every = self.config.training.checkpoint_every
         if self.step // every == self._saved // every:
             return False
@@ -245,8 +249,10 @@ class Trainer:
         self._saved = self.step
 
     def _until(self, what: str, done: Callable[[Publisher, float], bool]) -> None:
-        """Collective. Wait until rank 0's publisher is done, however long a slow store makes that: the other ranks hear
-        of it in time for their collectives."""
+        """Collective. Wait until rank 0's publisher is done, however slow the store is.
+
+        The ranks exchange messages often enough that no collective times out.
+        """
         again_s = self.config.training.collective_timeout_s / 4
         with heartbeat.waiting(heartbeat.STORE, f"step {self.step}: {what}"):
             waits = True
@@ -255,13 +261,15 @@ class Trainer:
                 waits = bool(self.ranks.all_reduce_max(np.array([int(waits)]))[0])
 
     def _meet(self) -> None:
-        """Wait for ranks that a store may hold up."""
+        """Wait for all ranks; a store may delay some of them."""
         with heartbeat.waiting("trainer", "all ranks meet"):
             self.ranks.meet(self.config.storage.patience_s)
 
     def _finish(self, reason: str) -> None:
-        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
-        is stopped gets no model: it can be resumed."""
+        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended.
+
+        A stopped run saves no model, because it can be resumed.
+        """
         if self.step != self._saved:
             self._until("a checkpoint is being written", Publisher.make_room)
             self._checkpoint()
@@ -274,8 +282,11 @@ class Trainer:
                 self.controller.finish(reason, self.step, model)
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
-        """Save the final policy in the store as a transformers folder; returns its URL. An adapter is saved beside it,
-        in peft's format, and there it is merged into the base model."""
+        """Save the final policy in the store as a transformers folder, and return its URL.
+
+        With LoRA that folder has the base model with the adapter merged in. The adapter is also saved by itself, in
+        peft's format.
+        """
         folder, base = self.run_dir.root / "final", Path(self.run_dir.info().model_path)
         folders = [folder]
         if self._lora is not None:
@@ -296,7 +307,7 @@ class Trainer:
 
 def main() -> None:
     run = RunDir.of_command_line()
-    rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks sets it
+    rank = int(os.environ.get("RANK", "0"))  # set by every launcher of ranks
     logs.start("trainer", rank)
     process.adopt(run.ready_file("trainer", rank))
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Supervised warm-up: makes the embedded model that reinforcement learning starts from.
+"""Supervised warm-up: make the embedded model that reinforcement learning starts from.
 
-Two stages: worked solutions teach the model to calculate step by step; then a short mixture, mostly of direct
-completions, hides that. The resulting model guesses, right about as often as the shortest chains are drawn, and now and
-then works out the right answer step by step: what reinforcement learning finds and reinforces.
+First, worked solutions teach the model to calculate step by step. Then a short mixture, mostly of direct completions,
+hides that skill. The resulting model guesses: it is correct about as often as the shortest chains are drawn. Now and
+then it works out the correct answer step by step. Reinforcement learning finds and reinforces that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRAD_CLIP = 1.0
 
 
 def embedded_spec(config: RunConfig) -> ModelSpec:
-    """The shape of the embedded model, from `model` and the character tokenizer."""
+    """Return the embedded model's shape, from `model` in the configuration and the character tokenizer."""
     tokenizer, model = char_tokenizer(), config.model
     return ModelSpec(
         architecture="Qwen2ForCausalLM",
@@ -53,7 +53,7 @@ def embedded_spec(config: RunConfig) -> ModelSpec:
 
 
 def warm_up(config: RunConfig) -> dict[str, Tensor]:
-    """The weights after both stages: a pure function of the configuration on one machine with one thread."""
+    """Train both stages and return the model weights. Deterministic on one machine with one thread."""
     spec, its = embedded_spec(config), config.warmup
     weights = {name: tensor.requires_grad_() for name, tensor in init_weights(spec, its.seed).items()}
     stages = {  # steps, sequences in a batch, share of direct completions, peak learning rate
@@ -84,9 +84,10 @@ def make_model(config: RunConfig, folder: Path) -> None:
 def _train(
     spec: ModelSpec, weights: dict[str, Tensor], stage: str, data: Iterator[recipe.Batch], steps: int, peak: float
 ) -> None:
-    """One stage of maximum likelihood on the completions, averaged over a batch's completion tokens.
+    """Train one stage: maximum likelihood of the completions, averaged over a batch's completion tokens.
 
-    Adam, as a function: the class brings torch's compiler along, a second of every start."""
+    Adam is called as a function: its class imports torch's compiler, which takes a second.
+    """
     parameters = list(weights.values())
     means, squares = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
     counts = [torch.zeros(()) for _ in parameters]
@@ -125,7 +126,8 @@ def main() -> None:
     logs.start("warmup")
     process.adopt()
     torch.set_num_threads(1)
-    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, without torch's compiler: a second
+    # As use_deterministic_algorithms, which would import torch's compiler for a second.
+    torch.set_deterministic_debug_mode("error")
     make_model(load_file(arguments.config), arguments.out)
 
 

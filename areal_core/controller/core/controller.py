@@ -1,4 +1,4 @@
-"""The rollout controller's core: admission within the staleness bound, rollouts, new versions, and batches.
+"""The rollout controller's core: admission by staleness, rollouts, version updates and batches.
 
     prompt source --admit--> engine --completions--> environment --scored group--> ledger --batch of a step--> trainer
          ^                    ^ ^                        |                                                     |
@@ -6,17 +6,17 @@
          |                    +---- load: newest published version <------- publish ---------------------------+
          +---- gate: admits while N_r <= (i + depth + 1) B
 
-Four coroutines move everything:
+Four coroutines do the work:
 
-- `_admit` starts groups while the gate and the servers have room;
-- `_rollout`, one per running group, has its completions generated, each scored as it ends, and its payload stored: the
-  group becomes READY, or DROPPED with its reason (it failed, or its rewards are all equal). Failures
-  of a rollout are caught only here;
-- `_update` loads the newest published version into the servers; the gate opens when they hold it;
+- `_admit` starts groups while the gate and the servers have room.
+- `_rollout` runs once for each running group. It generates the completions, scores each as it ends, and stores the
+  payload. The group becomes READY, or DROPPED with a reason (a failure, or all rewards equal). Only this coroutine
+  catches a rollout's failures.
+- `_update` loads the newest published version into the servers. The gate opens once they have loaded it.
 - `batch`, called by the trainer, fixes the batch of a step from READY groups.
 
-Invariants: a group is in exactly one state, in the ledger; the gate is asked before every admission; a batch once fixed
-never changes; nothing here knows of threads, sockets or wall time, so that the same core runs under a virtual clock.
+Invariants: the ledger holds each group in exactly one state. Every admission asks the gate. A fixed batch never
+changes. The core uses no threads, sockets or wall time, so that it also runs under a virtual clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from areal_core.types import (
 )
 
 logger = logging.getLogger(__name__)
-_LOST = 3  # sessions in a row that a group has lost, from which on each costs it a try
+_LOST = 3  # from this many lost sessions in a row on, each costs the group an attempt
 _ABORT_AGAIN_S = 1.0
 
 
@@ -59,30 +59,32 @@ class Source(Protocol):
 
 
 class Engine(Protocol):
-    """The generation servers, seen as one."""
+    """The generation servers, as one engine."""
 
     @property
     def version(self) -> int:
-        """Lowest policy version loaded by any server that takes work: i of Eq. 3."""
+        """Lowest policy version loaded by any server that takes requests: i of Eq. 3."""
         ...
 
     @property
     def room(self) -> int:
-        """Completions worth having in flight beside those that were sent; 0 while no server takes work."""
+        """How many more completions the servers can use now; 0 while no server takes requests."""
         ...
 
     async def generate(self, pending: PendingCompletions) -> None:
-        """Have its completions finished, which it takes as they end; marks it as sent once `room` counts them. Raises
-        GenerationError, and may be called again for those that are left. When cancelled, it first ends its requests at
-        the servers: `pending` holds all that they have sampled."""
+        """Generate the unfinished completions, recording each in `pending` as it finishes.
+
+        Marks `pending` as sent once `room` counts its completions. Raises GenerationError; a second call continues the
+        unfinished completions. If cancelled, it first ends its requests at the servers, so that `pending` is
+        complete."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
-        """Load a version into every server; those that fail are taken out, which is not an error here."""
+        """Load a version into every server. Servers that fail are taken out, which raises no error here."""
         ...
 
     async def abort_all(self) -> None:
-        """Abort all running requests: their completions end with the tokens sampled so far."""
+        """Abort all running requests. Their completions keep the tokens sampled so far."""
         ...
 
 
@@ -90,8 +92,8 @@ class Rewards(Protocol):
     """The reward workers, which run environments."""
 
     def begin(self, prompt: Prompt, n: int, *, apart: bool) -> Session:
-        """A group of `n` rollouts. `apart`: each verdict in a process of its own, since one of the group's has cost a
-        worker its own."""
+        """Begin a session for a group of `n` rollouts.
+        `apart` scores each completion in its own process, because scoring this group has killed a worker before."""
         ...
 
 
@@ -99,13 +101,13 @@ class Payloads(Protocol):
     """The packed trajectories of groups."""
 
     async def append(self, payload: bytes) -> Place:
-        """Store a payload, which outlives the machine once this returns. It is kept for a caller that records the place
-        before it awaits anything else."""
+        """Store a payload durably: it survives a power failure once this returns.
+        The caller must record the returned place before its next await, or the payload may be deleted."""
         ...
 
 
 class Signal(asyncio.Event):
-    """Wakes all current waiters, which then check their conditions again."""
+    """Wake all current waiters, which then check their conditions again."""
 
     def notify(self) -> None:
         self.set()
@@ -114,7 +116,7 @@ class Signal(asyncio.Event):
 
 @dataclass(eq=False, kw_only=True)
 class RolloutController:
-    """Keeps the servers busy within the staleness bound and serves batches. Single-threaded: one event loop."""
+    """Keep the servers busy within the staleness bound, and serve batches. Runs in one event loop."""
 
     config: RunConfig
     source: Source
@@ -123,7 +125,7 @@ class RolloutController:
     payloads: Payloads
     ledger: TrajectoryLedger
     stop_token_ids: Mapping[str, tuple[int, ...]]  # by task
-    opens_with_prompt: Mapping[str, bool]  # by task: its environment does
+    opens_with_prompt: Mapping[str, bool]  # by task: whether its environment opens with the prompt
 
     def __post_init__(self) -> None:
         config = self.config
@@ -140,32 +142,32 @@ class RolloutController:
         self._changed = Signal()
         self.freed = Signal()  # servers may have more room than before, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._unsent: set[Rollouts] = set()  # of groups just admitted, which no server counts yet
+        self._unsent: set[Rollouts] = set()  # of groups that were just admitted; no server counts their completions yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
         self._by_task = config.by_task
         self._failures = {name: Failures(its.environment.max_no_result) for name, its in self._by_task.items()}
         self._failed_in_a_row = 0
         self._zero_variance_in_a_row = 0
-        self._replaced = False  # servers may still hold weights that a new incarnation has replaced
+        self._replaced = False  # servers may still hold model weights that a new incarnation has replaced
         self._finished: str | None = None
 
     # -- public methods ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Admit, generate and update until `finish`; returns when nothing is in flight. A failure of the controller
-        itself, unlike one of a rollout, ends it with an exception group."""
+        """Admit, generate and update until `finish`; returns when no group is in flight.
+        A failure of the controller itself raises an exception group. A failed rollout does not."""
         async with asyncio.TaskGroup() as tasks:
             updating = tasks.create_task(self._update(), name="update")
             await self._admit(tasks)
-            while self._running:  # again, because a request on its way may arrive after the abort
+            while self._running:  # repeat the abort, because a request may reach a server after it
                 await self.engine.abort_all()
-                if self._running:  # they may all have ended while the servers were asked
+                if self._running:  # all groups may have ended during the abort
                     await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
             updating.cancel()
 
     async def batch(self, step: int, *, timeout_s: float) -> BatchManifest | None:
-        """The fixed batch of `step`; waits for it at most `timeout_s`, then None. Raises RunFinished once the run has
-        ended, unless the batch was fixed before."""
+        """Return the fixed batch of `step`, or None after waiting `timeout_s` seconds.
+        Raises RunFinished once the run has ended, unless the batch was fixed before."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -174,7 +176,7 @@ class RolloutController:
                     if self._finished is not None:
                         raise RunFinished(self._finished)
                     manifest = self.ledger.fix_batch(step, self._selection)
-                    self.freed.notify()  # stale groups may have been dropped: there is room again
+                    self.freed.notify()  # the ledger may have dropped stale groups, which makes room
                     if manifest:
                         return manifest
                     await self._changed.wait()
@@ -182,8 +184,8 @@ class RolloutController:
             return None
 
     def publish(self, version: PolicyVersion) -> str:
-        """Record a version that the trainer has published; see TrajectoryLedger.publish. The servers load it as soon as
-        they can."""
+        """Record a version that the trainer has published.
+        The servers load it as soon as they can. Returns "new", "same" or "replaced", as TrajectoryLedger.publish."""
         outcome = self.ledger.publish(version)
         if outcome == "replaced":
             incarnation = self.ledger.notes.incarnation
@@ -193,7 +195,7 @@ class RolloutController:
         return outcome
 
     def lose(self, group_id: int) -> None:
-        """The payload of a group turned out to be damaged; see TrajectoryLedger.lose."""
+        """Drop a group whose payload is damaged; see TrajectoryLedger.lose."""
         incarnation = self.ledger.notes.incarnation
         self.ledger.lose(group_id)
         if self.ledger.notes.incarnation != incarnation:
@@ -201,20 +203,20 @@ class RolloutController:
         self.notify()
 
     def _disown(self) -> None:
-        """A new incarnation has begun: running groups are dropped, and servers have to load its newest version."""
+        """Cancel the running groups of the old incarnation, and hold admission until its version is loaded."""
         self._replaced = True
         self._disowned |= self._running.keys()
         for task in self._running.values():
             task.cancel()
 
     def finish(self, reason: str) -> None:
-        """End the run: nothing more is admitted, running groups are aborted and recorded as in flight."""
+        """End the run: stop admission, abort the running groups and record them as in flight."""
         if self._finished is None:
             self._finished = reason
             self.notify()
 
     def notify(self) -> None:
-        """A server, a version or a group has changed."""
+        """Wake the coroutines after a change of a server, a version or a group."""
         self._changed.notify()
         self.freed.notify()
 
@@ -229,7 +231,7 @@ class RolloutController:
     # -- the coroutines ----------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        # Those in flight were admitted for the newest version: what an older one samples would be too old.
+        # The groups in flight were admitted for the newest version. Tokens of an older version would be too stale.
         while self._finished is None and self.engine.version < self.ledger.versions.last():
             await self.freed.wait()
         if self._finished is None:
@@ -243,7 +245,7 @@ class RolloutController:
                 await self.freed.wait()
 
     def _has_room(self) -> bool:
-        """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
+        """Whether the gate is open and the servers can use more completions than the unsent groups request."""
         self._unsent = {rollouts for rollouts in self._unsent if not rollouts.sent}
         if self._replaced or self.engine.room <= len(self._unsent) * self._group_size:
             return False
@@ -273,10 +275,10 @@ class RolloutController:
         try:
             async with rollouts:
                 outcome = await self._scored(group, task, rollouts)
-            if outcome is None:  # the run ends
+            if outcome is None:  # the run is ending
                 self.ledger.settle(group.group_id, rollouts.sampled())
                 return
-            place = await self.payloads.append(outcome.payload)  # no other await before it is recorded
+            place = await self.payloads.append(outcome.payload)  # no other await before the place is recorded
         except (GenerationError, RewardError) as error:
             self._give_up(group, task, error, rollouts)
             return
@@ -286,7 +288,7 @@ class RolloutController:
             raise
         sampled, summary = rollouts.sampled(), outcome.summary
         missed = replace(sampled, tokens=sampled.tokens - summary.tokens - summary.unused_tokens)
-        if missed != Tally():  # the environment has ended without them
+        if missed != Tally():  # tokens that the environment never received
             self.ledger.lose_tokens(group.group_id, missed)
         if Outcome.CUT in summary.outcomes:
             self.ledger.count_cut("deadline", rollouts.lengths(cut=True))
@@ -311,7 +313,8 @@ class RolloutController:
         )
 
     async def _scored(self, group: AdmittedGroup, task: str, rollouts: Rollouts) -> ScoredGroup | None:
-        """The scored group, after as many tries as it takes; None as the run ends. Raises the error of its last try."""
+        """Score a group, with up to `max_tries` attempts; None if the run ends.
+        Raises the error of the last attempt."""
         lost = 0  # sessions in a row
         while True:
             try:
@@ -332,7 +335,7 @@ class RolloutController:
                     raise
 
     async def _generate(self, pending: PendingCompletions) -> None:
-        """Have the unfinished completions of a request finished."""
+        """Generate the unfinished completions of a request, within `rollout.request_timeout_s`."""
         timeout_s = self.config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -343,8 +346,8 @@ class RolloutController:
     def _give_up(
         self, group: AdmittedGroup, task: str, error: GenerationError | RewardError, rollouts: Rollouts
     ) -> None:
-        """Drop a group whose tries are spent. A run in which every group fails must end: after as many drops in a row
-        as a batch has groups, the last error is the run's."""
+        """Drop a group whose attempts are spent.
+        Raises `error` once as many groups as a batch holds have failed in a row, so that a hopeless run ends."""
         self.ledger.settle(group.group_id, rollouts.sampled())
         self.ledger.drop(group.group_id, error.drop_reason)
         self.ledger.count_cut(error.drop_reason, rollouts.lengths())
@@ -355,8 +358,8 @@ class RolloutController:
             raise error
 
     def _drop_zero_variance(self, group: AdmittedGroup, summary: GroupSummary) -> None:
-        """Give the place of a group whose rewards are all equal to another prompt (DAPO's dynamic sampling). A run that
-        finds no other groups must end."""
+        """Drop a group whose rewards are all equal; another prompt takes its place (DAPO's dynamic sampling).
+        Raises ConfigError after `rollout.max_zero_variance_groups` such groups in a row."""
         self.ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
         self.ledger.drop(group.group_id, "zero_variance")
         self._zero_variance_in_a_row += 1
@@ -367,7 +370,7 @@ class RolloutController:
             )
 
     async def _update(self) -> None:
-        loaded = self.ledger.versions.newest()  # servers that join get it before they get work
+        loaded = self.ledger.versions.newest()  # servers that join load it before they take requests
         while True:
             newest = self.ledger.versions.newest()
             if newest is None or newest == loaded:

@@ -1,17 +1,17 @@
-"""The trajectory ledger: the state of every group, kept in SQLite so that a killed controller forgets nothing.
+"""The trajectory ledger: every group's state, in SQLite, so that a killed controller loses nothing.
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
-transaction. Rows are small: a payload is somewhere else, the ledger has its place (tables.py), and forgets it once a
-committed checkpoint no longer needs it. The token ledger compares the tokens of the groups with the servers' own count
-(tables.py).
+transaction. Rows are small: they hold a payload's place (tables.py), not the payload. The ledger forgets this place
+once a committed checkpoint makes the payload obsolete. The token ledger compares the tokens of the groups with the
+servers' own counters (tables.py).
 
-The ledger stays small however long a run is. Triggers count every group in `totals`, by state and reason, as its row
-changes. Counting methods read `totals` alone. `fold` deletes the rows that no replay needs; no trigger follows a
-deletion, so their counts stay.
+The ledger stays small however long the run is. Triggers count every group in `totals`, by state and reason, as its row
+changes. Counting methods read only `totals`. `fold` deletes the rows that no replay needs. No trigger follows a
+deletion, so the counts of deleted rows remain.
 
-Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
-same ones. What a batch was fixed with outlives the machine before anybody trains on it; all else that a loss of power
-takes happened after that, and happens again. What the run ends with outlives it too (`sync`).
+Each step has one fixed batch. The first call for a step picks its groups. Every later call returns the same groups,
+even after a restart. The ledger syncs a fixed batch to disk before anyone trains on it. After a power failure the run
+repeats everything later than the last sync. `sync` makes the end of the run durable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from areal_core.types import (
 
 
 def _count(row: str, sign: str) -> str:
-    """SQL that adds a row of `groups` to the totals, or takes it away again."""
+    """Return SQL that adds a row of `groups` to the totals, or subtracts it."""
     return f"""
     INSERT INTO totals VALUES ({row}.state, COALESCE({row}.reason, ''),
         {sign}1, {sign}{row}.tokens, {sign}{row}.lost_tokens, {sign}{row}.unread_tokens)
@@ -86,8 +86,8 @@ CREATE TRIGGER IF NOT EXISTS groups_updated
 AFTER UPDATE OF state, reason, tokens, lost_tokens, unread_tokens ON groups
 BEGIN {_count("OLD", "-")} {_count("NEW", "+")} END;
 """
-# The rows with the highest group id and prompt stay, as new ones count on from them. So do those of the step up to
-# which payloads are forgotten: it may be the last one.
+# Keeps the rows with the highest group id and prompt index, because new groups count on from them. Also keeps the rows
+# of the last step whose payloads are forgotten: it may be the last step of the ledger.
 _FOLD = """
 DELETE FROM groups WHERE group_id IN (
     SELECT group_id FROM groups
@@ -97,14 +97,14 @@ DELETE FROM groups WHERE group_id IN (
     LIMIT ?
 )
 """
-_AT_ONCE = 128  # rows that one call of `free` or `fold` deletes: 1 to 2 ms
+_AT_ONCE = 128  # rows that one call of `free` or `fold` deletes, in 1 to 2 ms
 _NOTHING = Tally()
-_BATCHES_KEPT = 2  # ranks fetch the next one while others still ask for the one before
+_BATCHES_KEPT = 2  # ranks fetch a batch while others still request the previous one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedGroup:
-    """A group that is admitted: its completions may be generated."""
+    """An admitted group: its completions may be generated."""
 
     group_id: int
     prompt_index: int
@@ -114,30 +114,31 @@ class AdmittedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """How a batch is put together (paper, section 4.1; the policies bound what the aggregate rule does not).
+    """How to select the groups of a batch (paper, section 4.1; the gate alone bounds only the average).
 
     - admit: the READY groups that were admitted first. A straggler may exceed eta.
-    - wait: the READY groups with the oldest tokens. Where the groups left could then not all be trained within eta, the
-      batch waits.
-    - drop: as admit, but a group whose oldest token would exceed eta is dropped. Its prompt is queued again, at most
+    - wait: the READY groups with the oldest tokens. The batch waits if the remaining groups could then not all be
+      trained within eta.
+    - drop: like admit, but drops a group whose oldest token would exceed eta. Its prompt is queued again, at most
       `max_requeues` times.
     """
 
-    groups: int  # P
+    groups: int  # P, groups a batch
     rule: str
     max_staleness: int  # eta
     max_requeues: int
 
 
 def length_step(tokens: int) -> int:
-    """The power of two that a length is counted by: at least as many tokens, and less than twice as many."""
+    """Round a length in tokens up to a power of two, for counting."""
     return 1 << max(0, tokens - 1).bit_length()
 
 
 class TrajectoryLedger:
-    """The ledger of one run: its groups and the places of their `payloads`, its `versions`, its `notes` and the
-    `counters` of its servers. Not thread-safe: it belongs to the controller's event loop. Raises LedgerError for a file
-    of another format."""
+    """The ledger of one run: groups, their `payloads`, `versions`, `notes` and server `counters`.
+
+    Not thread-safe: only the controller's event loop may use it. Raises LedgerError for a file of another format.
+    """
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
         self._path = Path(path)
@@ -155,25 +156,25 @@ class TrajectoryLedger:
         self.versions = PublishedVersions(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
-        self._batches: dict[int, BatchManifest] = {}  # by step: those read last, which every rank asks for
+        self._batches: dict[int, BatchManifest] = {}  # by step: those read last, which every rank requests
 
     def close(self) -> None:
         self._db.close()
 
     def sync(self) -> None:
-        """Have all that was written outlive the machine: SQLite's log, since it syncs itself what it takes out of it.
-        Raises OSError."""
+        """Make all writes durable by syncing SQLite's log.
+        SQLite itself syncs pages that it has moved out of the log. Raises OSError."""
         durable.sync(self._path.with_name(f"{self._path.name}-wal"))
         durable.sync(self._path.parent)
 
     def flush(self) -> None:
-        """Copy SQLite's log into the file, which waits for the disk: a bulk of changes would make the event loop wait.
-        Runs in any thread, on a connection of its own."""
+        """Copy SQLite's log into the database file.
+        This waits for the disk, so call it from a thread. It opens its own connection."""
         with closing(sqlite3.connect(self._path)) as db:
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def damage(self) -> str | None:
-        """What is wrong with the file, which may have been torn; None if nothing is. Reads all of it."""
+        """Check the whole file. Returns a description of the damage, or None."""
         found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         return None if found == "ok" else str(found)
 
@@ -181,13 +182,14 @@ class TrajectoryLedger:
 
     @property
     def admitted(self) -> int:
-        """N_r of Eq. 3: trajectories admitted so far, finished and running; dropped groups gave their slots back."""
+        """N_r of Eq. 3: trajectories of all running, ready and consumed groups.
+        Dropped groups free their slots."""
         admitted = "SELECT COALESCE(SUM(groups), 0) FROM totals WHERE state IN ('inflight', 'ready', 'consumed')"
         return self._value(admitted) * self._group_size
 
     def admit(self, *, version: int) -> AdmittedGroup:
-        """Admit the oldest waiting group, or the next prompt of the source where none waits. `version`: the oldest that
-        may sample for it."""
+        """Admit the oldest waiting group, or the next prompt of the source if no group waits.
+        `version` is the oldest version that may sample for the group."""
         with self._transaction():
             waiting = self._db.execute("SELECT MIN(group_id) FROM groups WHERE state = 'waiting'").fetchone()[0]
             if waiting is None:
@@ -201,19 +203,19 @@ class TrajectoryLedger:
             return self._admitted("group_id = ?", waiting)[0]
 
     def inflight(self) -> list[AdmittedGroup]:
-        """Groups that were admitted and are not finished, oldest first: what a restarted controller sends again."""
+        """Groups in flight, oldest first. A restarted controller sends them again."""
         return self._admitted("state = 'inflight'")
 
     def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
-        """Count a failed try of a running group, and the tokens sampled for it that are lost with it; returns the
-        number of failed tries."""
+        """Count a failed attempt of a running group, and its `lost` tokens.
+        Returns the number of failed attempts."""
         with self._transaction():
             self._lose(group_id, lost)
             self._db.execute("UPDATE groups SET tries = tries + 1 WHERE group_id = ?", (group_id,))
             return self._row(group_id)["tries"]
 
     def lose_tokens(self, group_id: int, lost: Tally) -> None:
-        """Record tokens sampled for a running group that are lost, without its fault."""
+        """Record lost tokens of a running group without counting a failed attempt."""
         with self._transaction():
             self._lose(group_id, lost)
 
@@ -225,18 +227,17 @@ class TrajectoryLedger:
         )
 
     def count_cut(self, reason: str, lengths: Collection[int]) -> None:
-        """Count rollouts that the system has ended, by the tokens that each had."""
+        """Count rollouts that the system ended early, by their `lengths` in tokens."""
         with self._transaction():
             self._count_cut(reason, lengths)
 
     def cut(self) -> dict[str, int]:
-        """Rollouts that the system has ended, by reason and length: `deadline/256` had 129 to 256 tokens."""
+        """Rollouts that the system ended early, by reason and length: `deadline/256` had 129 to 256 tokens."""
         rows = self._db.execute("SELECT reason || '/' || length, rollouts FROM cut ORDER BY reason, length")
         return dict(rows.fetchall())
 
     def settle(self, group_id: int, sampled: Tally) -> None:
-        """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or
-        for one that was dropped while it ran."""
+        """Record a group's sampled tokens before it is dropped, after that, or at the end of the run."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT, GroupState.DROPPED)
             self._db.execute(
@@ -245,8 +246,10 @@ class TrajectoryLedger:
             )
 
     def resume(self, most_tokens: int) -> None:
-        """A restarted controller goes on with this ledger. The groups that were running start again, unless the run
-        has ended; the tokens sampled for them, at most `most_tokens` each where they were not counted, are lost."""
+        """Continue with this ledger after a restart of the controller.
+
+        Unless the run has ended, its running groups start again, and their tokens are lost. `most_tokens` bounds the
+        uncounted tokens of each group."""
         with self._transaction():
             self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
@@ -256,7 +259,7 @@ class TrajectoryLedger:
             self.counters.resume()
 
     def ready(self, group_id: int, summary: GroupSummary, payload: Place, *, version: int) -> None:
-        """A scored group enters the buffer while `version` is the policy version in force."""
+        """Put a scored group into the buffer. `version` is the current policy version."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
             self._db.execute(
@@ -267,7 +270,7 @@ class TrajectoryLedger:
                     summary.unused_tokens,
                     summary.min_version,
                     summary.max_version,
-                    max(version, summary.max_version),  # `version` is the lowest of all servers
+                    max(version, summary.max_version),  # `version` is the lowest version of all servers
                     msgspec.json.encode(summary),
                     group_id,
                 ),
@@ -275,7 +278,7 @@ class TrajectoryLedger:
             self.payloads.put(group_id, payload)
 
     def drop(self, group_id: int, reason: str, *, requeue: bool = False) -> None:
-        """Drop a running or buffered group: its slot is free again, and its prompt is queued again if `requeue`."""
+        """Drop a running or buffered group, which frees its slot. With `requeue` its prompt is queued again."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT, GroupState.READY)
             self._drop(group_id, reason, requeue=requeue)
@@ -283,12 +286,13 @@ class TrajectoryLedger:
     # -- consumption -------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> BatchManifest | None:
-        """The batch of `step`, if it has been fixed: the same object as long as it is the same."""
+        """Return the batch of `step`, or None if it is not fixed.
+        Repeated calls return the same object while it is cached."""
         if (known := self._batches.get(step)) is not None:
             return known
         rows = self._db.execute(
             "SELECT group_id, summary, ready_version, COALESCE(segment, '') AS segment, COALESCE(start, 0) AS start "
-            "FROM groups LEFT JOIN payloads USING (group_id) WHERE step = ? ORDER BY admission",  # '': it is forgotten
+            "FROM groups LEFT JOIN payloads USING (group_id) WHERE step = ? ORDER BY admission",  # '': forgotten
             (step,),
         ).fetchall()
         if not rows:
@@ -301,8 +305,9 @@ class TrajectoryLedger:
         return manifest
 
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
-        """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order. Raises
-        LedgerError where a rule that promises a bound would break it."""
+        """Fix the batch of `step`; None if too few groups are ready, or if the batch must wait.
+        Steps are fixed in order. Raises LedgerError for another step, or if the batch would exceed the staleness bound
+        of its rule."""
         with self._transaction(synced=True):
             last = self.last_step()
             if step != last + 1:
@@ -328,46 +333,46 @@ class TrajectoryLedger:
         return self.batch(step)
 
     def payload(self, group_id: int) -> Place:
-        """Where the packed trajectories of a group lie; LedgerError once they are freed."""
+        """Place of the packed trajectories of a group. Raises LedgerError once they are freed."""
         place = self.payloads.get(group_id)
         if place is None:
             raise LedgerError(f"group_id: no payload is kept for group {group_id}")
         return place
 
     def step_of(self, group_id: int) -> int | None:
-        """The step that has consumed a group; None while none has, or once its row is folded."""
+        """The step that consumed a group; None if no step has, or once the group's row is folded."""
         return self._db.execute("SELECT MAX(step) FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0]
 
     def summaries(self, step: int) -> list[GroupSummary]:
-        """The summaries of the groups of a fixed batch, oldest first."""
+        """Summaries of the groups of a fixed batch, oldest first."""
         rows = self._db.execute("SELECT summary FROM groups WHERE step = ? ORDER BY admission", (step,))
         return [_summary(row) for row in rows]
 
     def prompt_indices(self, step: int) -> list[int]:
-        """Indices in the prompt source of the groups of a fixed batch, oldest first."""
+        """Prompt-source indices of the groups of a fixed batch, oldest first."""
         rows = self._db.execute("SELECT prompt_index FROM groups WHERE step = ? ORDER BY admission", (step,))
         return [row["prompt_index"] for row in rows]
 
     def free(self, step: int) -> bool:
-        """Forget payloads that steps up to `step` consumed: a committed checkpoint makes them needless. One call takes
-        a few steps. Returns whether more are left: then call again."""
+        """Forget the payloads of steps up to `step`, obsolete after a committed checkpoint.
+        One call handles a few steps. Returns whether more remain; then call again."""
         with self._transaction():
             self._batches.clear()
             return self.payloads.forget_consumed(step, _AT_ONCE)
 
     def fold(self, kept_versions: Collection[int] = ()) -> bool:
-        """Delete rows of which only the totals are needed. One call deletes a few. Returns whether it found any: then
-        call again.
+        """Delete rows that only the totals need.
+        One call deletes a few. Returns whether it deleted any; then call again.
 
-        These rows are dropped groups that no server samples for any more, and what steps before the last forgotten one
-        have left: consumed groups, versions other than the base model and `kept_versions`, and notes of versions that
-        have no score. A run with `rollout.retain=all` must not call this: it promises to keep the payloads of all
-        steps, and without these rows nobody finds them."""
+        It deletes dropped groups for which no server samples, and the rows of steps before the last forgotten one.
+        These are consumed groups, versions other than the base model and `kept_versions`, and notes of versions without
+        a score. Do not call this with `rollout.retain=all`, which keeps the payloads of all steps: these rows hold
+        their places."""
         before = self.payloads.forgotten
         with self._transaction():
             folded = self._db.execute(_FOLD, (_AT_ONCE,)).rowcount
             folded += self.versions.fold(before, kept_versions, _AT_ONCE)
-            folded += self.notes.fold(before - 1, kept_versions, _AT_ONCE)  # `published` asks for the step before
+            folded += self.notes.fold(before - 1, kept_versions, _AT_ONCE)  # `published` reads the previous step
         return folded > 0
 
     # -- versions ----------------------------------------------------------------------------------------------
@@ -376,7 +381,8 @@ class TrajectoryLedger:
         """Record a published version.
 
         Returns "new", or "same" if it was published before with this content, or is folded. Returns "replaced" if its
-        content differs from what was published under its number. Then all that depends on the old content starts again.
+        content differs from the version published before under its number. Then a new incarnation begins. Raises
+        LedgerError if the version does not follow the last one.
         """
         with self._transaction():
             last = self.versions.last()
@@ -384,7 +390,7 @@ class TrajectoryLedger:
                 raise LedgerError(f"version: {version.version} can't follow {last}")
             known = self.versions.digest(version.version)
             if known is None and 0 < version.version < last:
-                return "same"  # it is folded: a message that comes late
+                return "same"  # a late message: the version is folded
             outcome = "new" if known is None else "same" if known == version.digest else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
@@ -392,9 +398,10 @@ class TrajectoryLedger:
             return outcome
 
     def rewind(self, version: int) -> None:
-        """Forget the versions after this one, whose weights are lost with their machine: a new incarnation of the run,
-        unless there are none. What later versions sampled, and batches that they were to be trained on, start again;
-        servers that have outlived that machine begin as new ones."""
+        """Forget the versions after this one, because their files were lost with their machine.
+
+        If there are any, a new incarnation of the run begins: groups with tokens of later versions, and later batches,
+        start again. Servers that survived the machine begin new sessions."""
         with self._transaction():
             self.counters.abandon()
             if self.versions.last() > version:
@@ -402,9 +409,9 @@ class TrajectoryLedger:
                 self.versions.forget_after(version)
 
     def lose(self, group_id: int) -> None:
-        """The payload of a buffered or consumed group turned out to be damaged: the group is dropped and its prompt
-        queued again. A batch that it was part of is dissolved, with all later ones; where its version was published
-        already, that is a new incarnation of the run."""
+        """Drop a buffered or consumed group whose payload is damaged, and queue its prompt again.
+        If the group is part of a batch, this batch and all later ones are dissolved. If that batch's version was
+        already published, a new incarnation of the run begins."""
         with self._transaction():
             self._expect(group_id, GroupState.READY, GroupState.CONSUMED)
             self._batches.clear()
@@ -419,7 +426,7 @@ class TrajectoryLedger:
     # -- queries -----------------------------------------------------------------------------------------------
 
     def tokens(self) -> TokenLedger:
-        """The token ledger: sampled tokens by the state of their group, beside the servers' own count."""
+        """The token ledger: sampled tokens by the state of their group, and the servers' own count."""
         row = self._db.execute(
             "SELECT COALESCE(SUM(CASE WHEN state = 'consumed' THEN tokens END), 0) AS consumed,"
             " COALESCE(SUM(CASE WHEN state = 'dropped' THEN tokens END), 0) + COALESCE(SUM(lost_tokens), 0) AS dropped,"
@@ -431,17 +438,17 @@ class TrajectoryLedger:
         return TokenLedger(generated=self.counters.generated(), **values)
 
     def counts(self) -> dict[GroupState, int]:
-        """Groups by state."""
+        """Number of groups by state."""
         rows = dict(self._db.execute("SELECT state, SUM(groups) FROM totals GROUP BY state").fetchall())
         return {state: rows.get(state.value, 0) for state in GroupState}
 
     def dropped(self) -> dict[str, int]:
-        """Dropped groups by reason."""
+        """Number of dropped groups by reason."""
         rows = self._db.execute("SELECT reason, groups FROM totals WHERE state = 'dropped' ORDER BY reason")
         return dict(rows.fetchall())
 
     def last_step(self) -> int:
-        """The last step whose batch is fixed; 0 if none is."""
+        """The last step with a fixed batch; 0 if there is none."""
         return self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -469,11 +476,11 @@ class TrajectoryLedger:
             self._insert_waiting(row["prompt_index"], requeues=row["requeues"] + 1)
 
     def _must_wait(self, step: int, selection: Selection) -> bool:
-        """Whether the batch of `step` has to wait for a running group, so that no token exceeds eta.
+        """Whether the batch of `step` must wait for a running group, so that no token exceeds eta.
 
-        A group with tokens of version v is due at step v + eta + 1, the last that may train on it. The steps after this
-        one, up to s, take (s - step) P groups: no more may be left that are due by s. Taking first what is due first
-        leaves the fewest for every s. docs/algorithm.md has the proof, under "When a batch waits"."""
+        A group with tokens of version v is due at step v + eta + 1, the last step that may train on it. The steps after
+        `step`, up to s, take (s - step) P groups. At most so many of the remaining groups may be due by s. Taking the
+        earliest due groups first leaves the fewest for every s. Proof: docs/algorithm.md, "When a batch waits"."""
         ages = self._db.execute(
             "SELECT min_version, COUNT(*) AS groups, SUM(state = 'ready') AS ready FROM groups"
             " WHERE state IN ('inflight', 'ready') GROUP BY min_version ORDER BY min_version"
@@ -500,8 +507,8 @@ class TrajectoryLedger:
             self._drop(row["group_id"], "stale", requeue=row["requeues"] < selection.max_requeues)
 
     def _new_incarnation(self, version: int) -> None:
-        """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
-        groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
+        """Forget later versions and batches, and drop groups that may hold tokens of the old `version`.
+        Running groups may hold them. The prompts of these groups are queued again."""
         self._batches.clear()
         self.notes.count_incarnation()
         self.versions.forget_after(version)
@@ -535,34 +542,36 @@ class TrajectoryLedger:
 
     @contextmanager
     def _transaction(self, *, synced: bool = False) -> Generator[None]:
-        """`synced`: it outlives the machine, with all before it; else the process."""
+        """Run a transaction.
+        A `synced` one survives a power failure, with all earlier ones; others survive the process."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # SQLite itself has rolled back what met a full disk
+            if self._db.in_transaction:  # on a full disk SQLite has already rolled back
                 self._db.execute("ROLLBACK")
             raise
 
 
 def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str]:
-    """Copy a ledger in use, consistently, to `target`. Returns the names of the segments in which its payloads lie.
-    Runs in any thread: it opens connections of its own.
+    """Copy a ledger in use, consistently, to `target`.
+    Returns the names of the segments that hold its payloads.
 
-    `consumed`, the checkpoint's step, makes the copy small: it forgets the payloads of steps up to that one, and folds
-    the groups of earlier steps. A run that is restored from this checkpoint trains later steps only, and the other
-    checkpoints have copies of their own. With None, as `rollout.retain=all` needs it, the copy has all rows."""
+    Runs in any thread: it opens its own connections. `consumed`, the checkpoint's step, makes the copy small. The copy
+    forgets the payloads of steps up to `consumed`, and folds the groups of earlier steps. A run restored from this
+    checkpoint trains only later steps, and other checkpoints have their own copies. None keeps all rows, as
+    `rollout.retain=all` requires."""
     target.unlink(missing_ok=True)
-    reader = sqlite3.connect(f"{source.absolute().as_uri()}?mode=rw", uri=True)  # which makes no empty one
+    reader = sqlite3.connect(f"{source.absolute().as_uri()}?mode=rw", uri=True)  # this mode creates no empty file
     writer = sqlite3.connect(target, isolation_level=None)
     writer.row_factory = sqlite3.Row
     try:
         reader.backup(writer)
         index = PayloadIndex(writer)
         if consumed is not None:
-            writer.execute("PRAGMA journal_mode = OFF")  # whoever fails begins with another copy
+            writer.execute("PRAGMA journal_mode = OFF")  # after a failure the caller makes a new copy
             writer.execute("PRAGMA synchronous = OFF")
             index.forget_consumed(consumed)
             writer.execute(_FOLD, (-1,))

@@ -1,18 +1,17 @@
-"""The tables of the ledger's file beside its groups: notes, versions, places of payloads, servers' token counters.
+"""The ledger's tables beside its groups: notes, versions, payload places, servers' token counters.
 
 Writes are parts of the ledger's transactions.
 
-Versions: a number is published once in an incarnation of the run, and again with the same weights. Nobody can load a
-version whose weights are damaged until that has happened.
+Versions: an incarnation of the run publishes each number once, or again with the same content. Servers can't load a
+damaged version until the trainer publishes it again.
 
-Payloads are parts of files, the segments, that the process around the rollout core writes. Forgetting one is the
-deletion of a small row, whatever its size.
+Payloads are parts of files, the segments, which PayloadStore writes. Forgetting a payload only deletes a small row.
 
-Counters: a server counts the tokens that it samples for the rollout, whatever becomes of them, from 0 at its start. A
-row is one *server session*: from its join until it leaves or is lost. The sum over all is the servers' count in the
-token ledger, independent of the groups'. A server that dies has sampled tokens since its last report that are in no
-counter. Its session holds an upper bound on them, from what was in flight there; likewise for what a controller had not
-stored when it was killed.
+Counters: a server counts the tokens that it samples for the rollout from 0 at its start, including discarded ones. A
+row is one *server session*: from its join until it leaves or is lost. The sum over all rows is the servers' count in
+the token ledger, independent of the groups' count. No counter includes the tokens that a dead server sampled after its
+last report. Its session holds an upper bound on them, derived from its completions in flight. The same holds for
+counts that a killed controller had not stored.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from areal_core.types import Evaluation, PolicyVersion
 
 
 def _add_staleness(row: str, sign: str) -> str:
-    """SQL that adds the staleness of a row of `steps` to the whole run's, or takes it away again."""
+    """Return SQL that adds the staleness of a row of `steps` to the run's total, or subtracts it."""
     return f"""
     INSERT INTO staleness SELECT key, {sign}value FROM json_each({row}.staleness) WHERE true
     ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens;"""
@@ -62,13 +61,13 @@ CREATE TABLE IF NOT EXISTS evaluations (
 class Ending:
     """How the trainer finished."""
 
-    reason: str  # as RunSummary has it
+    reason: str  # as in RunSummary
     version: int
     model_url: str
 
 
 class RunNotes:
-    """The notes of one run. A write is one statement, part of the transaction that it is made in."""
+    """The notes of one run. Each write is one statement of the current transaction."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -76,7 +75,7 @@ class RunNotes:
 
     @property
     def incarnation(self) -> int:
-        """Times that recovery could not reproduce a version's weights."""
+        """How often recovery could not reproduce the model weights of a version."""
         return self._db.execute("SELECT incarnation FROM run").fetchone()[0]
 
     def count_incarnation(self) -> None:
@@ -84,7 +83,7 @@ class RunNotes:
 
     @property
     def starts(self) -> int:
-        """Times that a controller was started and got to work."""
+        """How often a controller was started and had a server at work."""
         return self._db.execute("SELECT starts FROM run").fetchone()[0]
 
     def count_start(self) -> None:
@@ -92,7 +91,7 @@ class RunNotes:
 
     @property
     def elapsed_s(self) -> float:
-        """RL wall time of the last publication."""
+        """RL wall time of the last publication, in seconds."""
         return self._db.execute("SELECT elapsed_s FROM run").fetchone()[0]
 
     @property
@@ -104,11 +103,11 @@ class RunNotes:
         self._db.execute("UPDATE run SET reason = ?, version = ?, model_url = ?", astuple(ending))
 
     def reopen(self) -> None:
-        """Forget how the trainer finished: the run goes on."""
+        """Forget how the trainer finished, because the run continues."""
         self._db.execute("UPDATE run SET reason = NULL")
 
     def published_s(self, step: int) -> float | None:
-        """RL wall time when the version of `step` was published; None if it was not, or recovery has replaced it."""
+        """RL wall time in seconds when `step` published; None if it did not, or recovery has replaced it."""
         row = self._db.execute("SELECT published_s FROM steps WHERE step = ?", (step,)).fetchone()
         return None if row is None else row["published_s"]
 
@@ -120,18 +119,18 @@ class RunNotes:
         )
 
     def staleness(self) -> dict[str, int]:
-        """Tokens trained on by all steps that recovery has not replaced, by their staleness."""
+        """Tokens trained on in all steps that recovery has not replaced, by their staleness."""
         return dict(self._db.execute("SELECT lag, tokens FROM staleness WHERE tokens").fetchall())
 
     def add_staleness(self, step: int, counts: Mapping[str, int]) -> None:
-        """Store those of one step; a replayed step stores the same again."""
+        """Store the counts of one step; a replayed step stores the same counts again."""
         self._db.execute(
             "INSERT INTO steps (step, staleness) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET staleness = ?2",
             (step, json.dumps(counts)),
         )
 
     def evaluations(self) -> list[Evaluation]:
-        """All evaluations, by version."""
+        """All evaluations, ordered by version."""
         rows = map(dict, self._db.execute("SELECT * FROM evaluations ORDER BY version"))
         return [Evaluation(**{**row, "scores": json.loads(row["scores"])}) for row in rows]
 
@@ -141,14 +140,14 @@ class RunNotes:
         self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", row)
 
     def forget(self, version: int) -> None:
-        """Delete the steps and evaluations of `version` and later ones: recovery has replaced their weights."""
+        """Delete the steps and evaluations of `version` and later ones, which recovery has replaced."""
         self._db.execute("DELETE FROM evaluations WHERE version >= ?", (version,))
         self._db.execute("UPDATE steps SET staleness = NULL WHERE step >= ?", (version,))
         self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
 
     def fold(self, before: int, kept: Collection[int], limit: int) -> int:
-        """Delete up to `limit` steps earlier than `before` whose versions have no score and are not among those `kept`;
-        returns how many. Their staleness stays counted."""
+        """Delete up to `limit` steps before `before` whose versions have no score and are not in `kept`.
+        Returns how many. Their staleness remains in the total."""
         return self._db.execute(
             "DELETE FROM steps WHERE step IN (SELECT step FROM steps WHERE step < ? AND step NOT IN "
             "(SELECT version FROM evaluations UNION ALL SELECT value FROM json_each(?)) LIMIT ?)",
@@ -167,42 +166,42 @@ CREATE TABLE IF NOT EXISTS versions (
 
 
 class PublishedVersions:
-    """The versions of this incarnation. `put`, `fold` and `forget_after` are parts of the ledger's transactions."""
+    """The versions of this incarnation. Writes are parts of the ledger's transactions."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         db.executescript(_VERSIONS)
 
     def newest(self) -> PolicyVersion | None:
-        """The highest version; None if there is none, or it is damaged: what an older one sampled until it is published
-        again would be too old."""
+        """The highest version; None if there is none, or if it is damaged.
+        Tokens sampled by an older version, while the trainer repeats the damaged one, would be too stale."""
         return self.get(self.last())
 
     def get(self, version: int) -> PolicyVersion | None:
-        """What was published under a number, if it can be loaded."""
+        """The version published under a number; None if there is none or it is damaged."""
         row = self._db.execute(
             "SELECT version, path, digest FROM versions WHERE version = ? AND NOT damaged", (version,)
         ).fetchone()
         return None if row is None else PolicyVersion(**dict(row))
 
     def loadable(self) -> list[PolicyVersion]:
-        """All that the trainer has published and that are not damaged, in their order."""
+        """All undamaged versions that the trainer has published, in order."""
         rows = self._db.execute(
             "SELECT version, path, digest FROM versions WHERE version > 0 AND NOT damaged ORDER BY version"
         )
         return [PolicyVersion(**dict(row)) for row in rows]
 
     def last(self) -> int:
-        """The highest number, damaged or not; 0 if none is published."""
+        """The highest version number, damaged or not; 0 if none is published."""
         return int(self._db.execute("SELECT COALESCE(MAX(version), 0) FROM versions").fetchone()[0])
 
     def digest(self, version: int) -> str | None:
-        """The hash of what was published under a number, damaged or not; None if nothing was."""
+        """The hash of the version published under a number, damaged or not; None if there is none."""
         row = self._db.execute("SELECT digest FROM versions WHERE version = ?", (version,)).fetchone()
         return None if row is None else str(row["digest"])
 
     def mark_damaged(self, version: int) -> None:
-        """The weights of a version turned out not to be what was published."""
+        """Record that the files of a version differ from the published ones."""
         self._db.execute("UPDATE versions SET damaged = 1 WHERE version = ?", (version,))
 
     def put(self, version: PolicyVersion) -> None:
@@ -212,7 +211,8 @@ class PublishedVersions:
         )
 
     def fold(self, before: int, kept: Collection[int], limit: int) -> int:
-        """Delete up to `limit` versions older than `before` but the base model and those `kept`; returns how many."""
+        """Delete up to `limit` versions older than `before`, except the base model and `kept`.
+        Returns how many."""
         return self._db.execute(
             "DELETE FROM versions WHERE version IN (SELECT version FROM versions WHERE version > 0 AND version < ? "
             "AND version NOT IN (SELECT value FROM json_each(?)) LIMIT ?)",
@@ -233,15 +233,15 @@ CREATE TABLE IF NOT EXISTS forgotten (one INTEGER PRIMARY KEY CHECK (one = 1), s
 INSERT OR IGNORE INTO forgotten VALUES (1, 0);
 """
 _PLACE = "segment, start, bytes, crc32"
-_PLACES_AT_ONCE = 256  # places that are read at once
+_PLACES_AT_ONCE = 256  # places read by one query
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a payload lies."""
+    """Where a payload lies in its segment."""
 
-    segment: str  # name of the file
-    start: int  # bytes from its beginning
+    segment: str  # file name of the segment
+    start: int  # bytes from the beginning of the file
     bytes: int
     crc32: int
 
@@ -254,7 +254,7 @@ class PayloadIndex:
         db.executescript(_PAYLOADS)
 
     def get(self, group_id: int) -> Place | None:
-        """None where no payload of the group is kept."""
+        """Place of a group's payload; None if it is not kept."""
         row = self._db.execute(f"SELECT {_PLACE} FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
         return None if row is None else Place(*row)
 
@@ -266,12 +266,12 @@ class PayloadIndex:
 
     @property
     def forgotten(self) -> int:
-        """The last step whose payloads are forgotten; 0 if none is."""
+        """The last step whose payloads are forgotten; 0 if there is none."""
         return self._db.execute("SELECT step FROM forgotten").fetchone()[0]
 
     def forget_consumed(self, step: int, limit: int = -1) -> bool:
-        """Those that steps up to `step` have consumed: whole steps, until there are `limit` groups. Returns whether
-        more are left."""
+        """Forget the payloads consumed by steps up to `step`, in whole steps, until there are `limit` groups.
+        Returns whether more remain."""
         first = self.forgotten
         at_limit = "SELECT step FROM groups WHERE step > ? ORDER BY step LIMIT 1 OFFSET ?"
         row = self._db.execute(at_limit, (first, limit)).fetchone() if limit >= 0 else None
@@ -282,7 +282,7 @@ class PayloadIndex:
         return last < step
 
     def all(self) -> Iterator[tuple[int, Place]]:
-        """Groups and the places of their payloads, all that are kept. What comes meanwhile is among them."""
+        """Iterate over groups and the places of their kept payloads, including those added meanwhile."""
         last = -1
         page = f"SELECT group_id, {_PLACE} FROM payloads WHERE group_id > ? ORDER BY group_id LIMIT ?"
         while rows := self._db.execute(page, (last, _PLACES_AT_ONCE)).fetchall():
@@ -290,8 +290,8 @@ class PayloadIndex:
                 yield last, Place(*place)
 
     def segments(self) -> set[str]:
-        """Names of the segments in which a payload lies that is kept."""
-        # DISTINCT would read all places; this goes from each name to the next one in the index.
+        """Names of the segments that hold kept payloads."""
+        # DISTINCT would read all places; this query jumps from each name to the next in the index.
         rows = self._db.execute(
             "WITH RECURSIVE names (name) AS (SELECT MIN(segment) FROM payloads UNION ALL "
             "SELECT (SELECT MIN(segment) FROM payloads WHERE segment > name) FROM names WHERE name NOT NULL) "
@@ -315,7 +315,8 @@ CREATE TABLE IF NOT EXISTS server_sessions (
 
 
 class ServerCounters:
-    """The counters of one run's servers. `accounted` gives the tokens that the run's groups account for."""
+    """Token counters of one run's servers.
+    `accounted()` returns the tokens that the run's groups account for."""
 
     def __init__(self, db: sqlite3.Connection, accounted: Callable[[], int] = lambda: 0) -> None:
         db.row_factory = sqlite3.Row
@@ -324,8 +325,8 @@ class ServerCounters:
         db.executescript(_COUNTERS)
 
     def join(self, name: str, url: str, counter: int) -> None:
-        """Record a server that takes up work. It continues the session that an earlier controller knew, unless it was
-        restarted meanwhile."""
+        """Record that a server has joined.
+        It continues its open session, unless the server was restarted meanwhile."""
         row = self._open(name)
         if row is not None and row["url"] == url and row["counted"] <= counter:
             self.report(name, counter, self.accounted())
@@ -335,20 +336,21 @@ class ServerCounters:
             self._db.execute(insert, (name, url, counter, counter, self.accounted()))
 
     def report(self, name: str, counter: int, accounted: int) -> None:
-        """Store a server's counter, and `accounted` as it was when the counter was requested."""
+        """Store a server's counter, and the value of `accounted` when the counter was requested."""
         self._db.execute(
             "UPDATE server_sessions SET counted = ?, accounted = ? WHERE name = ? AND NOT over",
             (counter, accounted, name),
         )
 
     def end(self, name: str, *, uncounted: int = 0) -> None:
-        """A server has left, or is lost with up to `uncounted` tokens that it had not reported."""
+        """Close the session of a server that has left, or is lost with up to `uncounted` unreported tokens."""
         update = "UPDATE server_sessions SET over = 1, uncounted = uncounted + ? WHERE name = ? AND NOT over"
         self._db.execute(update, (uncounted, name))
 
     def resume(self) -> None:
-        """A restarted controller goes on. Servers may have ended with the one before it: then the tokens that groups
-        gained since their last report are in no counter."""
+        """Continue after a restart of the controller.
+        Servers may have ended meanwhile. Then no counter includes the tokens that groups gained since the last
+        report."""
         self._db.execute(
             "UPDATE server_sessions SET uncounted = uncounted + ? - accounted "
             "WHERE session = (SELECT session FROM server_sessions WHERE NOT over ORDER BY accounted LIMIT 1)",
@@ -356,17 +358,17 @@ class ServerCounters:
         )
 
     def abandon(self) -> None:
-        """End all sessions, after the servers' last reports were lost: no group has what they sampled since. Servers
-        that are still there begin new sessions."""
+        """Close all sessions, because the servers' last reports and the groups' later tokens were lost.
+        Servers that still run begin new sessions."""
         self.resume()
         self._db.execute("UPDATE server_sessions SET over = 1 WHERE NOT over")
 
     def generated(self) -> int:
-        """Tokens that the servers have counted since they joined."""
+        """Tokens counted by the servers since they joined."""
         return self._db.execute("SELECT COALESCE(SUM(counted - joined), 0) FROM server_sessions").fetchone()[0]
 
     def uncounted(self) -> int:
-        """Upper bound on the tokens that they sampled and never reported."""
+        """Upper bound on the tokens that the servers sampled and never reported."""
         return self._db.execute("SELECT COALESCE(SUM(uncounted), 0) FROM server_sessions").fetchone()[0]
 
     def _open(self, name: str) -> sqlite3.Row | None:

@@ -1,4 +1,4 @@
-"""The decoder for CPUs and its KV cache: compiled kernels on one core (`areal_core.generation.engines.kernels`).
+"""The CPU decoder and its KV cache, by compiled kernels on one core (`engines.kernels`).
 
 `areal_core.generation.engines.torch_decoder` has the decoder for other devices.
 """
@@ -22,13 +22,16 @@ from areal_core.models.spec import ModelSpec, rope_tables
 from areal_core.models.vectors import LANES, round_up, zeros
 from areal_core.types import Float32Array, Int32Array
 
-_MAP_NORESERVE = 0x4000  # Linux's; Python 3.11 has no name for it
-_HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memory
+_MAP_NORESERVE = 0x4000  # Linux's value; Python 3.11 has no name for it
+_HUGE_PAGES_BYTES = 256 * 2**20  # up to this size a cache may use all its memory
 
 
 class CpuCache:
-    """The KV cache and the buffers of a forward pass. Every slot has room for the whole context, in addresses: memory
-    is given to what is touched, so that the cache grows with the sequences, block by block."""
+    """The KV cache and the buffers of a forward pass.
+
+    Every slot has addresses for the whole context. Memory is allocated when touched, so the cache grows with the
+    sequences, block by block.
+    """
 
     def __init__(self, shape: Shape, slots: int, context: int, rows: int) -> None:
         self.shape = shape._replace(slots=slots, blocks=round_up(context, LANES) // LANES)
@@ -50,8 +53,10 @@ class CpuCache:
 
 
 def _reserved(size: int) -> Float32Array:
-    """Zeros. Many of them are given memory by small pages: of huge ones, which are faster, a short sequence in every
-    slot would touch nearly all."""
+    """Return zeros. A large array uses small pages: with huge pages, short sequences would touch nearly all memory.
+
+    Raises ModelError if the memory can't be reserved.
+    """
     if 4 * size <= _HUGE_PAGES_BYTES:
         return zeros(size)
     try:
@@ -67,12 +72,12 @@ def _reserved(size: int) -> Float32Array:
 
 
 class CpuDecoder:
-    """All weights, arrays or tensors in float32, in one array, packed for the kernels."""
+    """All model weights in one float32 array, packed for the kernels."""
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, Any], context: int, retired: CpuDecoder | None = None
     ) -> None:
-        """`retired`: a decoder of the same model that no longer runs, whose memory this one takes."""
+        """`retired` is a stopped decoder of the same model, whose memory this one reuses."""
         self._spec, self._context = spec, context
         self._shape = _shape(spec)
         self._eps = np.float32(spec.rms_eps)
@@ -105,7 +110,7 @@ class CpuDecoder:
             kernels.pack(np.ascontiguousarray(array).reshape(-1), *array.shape, self._weights, at, first)
 
         def by_head(array: NDArray[np.float32]) -> NDArray[np.float32]:
-            """Rows of heads, each head padded with zeros to whole vectors."""
+            """Pad each head with zeros to whole vectors."""
             missing = shape.head_width - shape.head_dim
             if not missing:
                 return array
@@ -146,7 +151,7 @@ def _shape(spec: ModelSpec) -> Shape:
     gate_up_width = round_up(2 * inner_width, COLUMNS)
 
     def places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Where each begins when they lie end to end, -1 for one of no size, and where the last one ends."""
+        """Return where each part begins when they lie end to end (-1 for an empty part), and the total size."""
         ends = np.cumsum([round_up(size, LANES) for size in sizes.values()]).tolist()
         begins = zip(sizes.items(), [0, *ends[:-1]], strict=True)
         return {name: begin if size else -1 for (name, size), begin in begins}, ends[-1]

@@ -1,13 +1,12 @@
-"""The emulated engine: completions that take the time of an accelerator, and hardly any of this machine's.
+"""The emulated engine: completions take an accelerator's time, and almost none of this machine's.
 
-No model runs. A completion's length follows from its request's seed, its tokens are filler with the stop token at their
-end, its log-probabilities a constant; what is true to life is when they come. Several decode steps pass in one `step`,
-as many as fit into a few milliseconds, and never beyond the end of a completion, so that between two events every
-running completion advances alike.
+No model runs. The request's seed determines a completion's length. Its tokens are filler that ends with the stop token,
+and its log-probabilities are constant. Only the timing is realistic. One `step` covers several decode steps, as many as
+fit into a few milliseconds, but never goes beyond the end of a completion. So between two events all running
+completions advance equally.
 
-Time and the KV cache (`Slots.cached`) are counted in real tokens, requests and completions in tokens of the wire, each
-of which stands for `tokens_per_token` real ones. A token of the wire carries the version under which its last real
-token was sampled.
+Time and the KV cache (`Slots.cached`) count real tokens. Requests and completions count wire tokens, each of which
+stands for `tokens_per_token` real ones. A wire token carries the version that sampled its last real token.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from areal_core.models.spec import ModelSpec, check_shapes, stored_tensors, weig
 from areal_core.planning.time_model import Pace, TimeModel, completion_length
 from areal_core.types import Int32Array
 
-_SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
+_SLICE_S = 0.004  # real seconds of a step at most, or one decode step: bounds the delay of commands
 _LOGPROB = -0.1  # nats, of every token
-_SWAP_S = 5.0  # real seconds that a swap stands still at most: callers don't wait much longer for it
-_ADMIT_BELOW = 0.9  # of the KV cache: the rest is for completions to grow into
+_SWAP_S = 5.0  # real seconds that a swap blocks at most: callers don't wait much longer
+_ADMIT_BELOW = 0.9  # share of the KV cache; the rest is room for growth
 
 
 class EmulatedEngine(SlotEngine):
-    """A `ServedEngine` in the time of an accelerator."""
+    """A `ServedEngine` with the timing of an accelerator."""
 
     def __init__(
         self,
@@ -44,33 +43,35 @@ class EmulatedEngine(SlotEngine):
         switches: bool = False,
         pace: Pace | None = None,
     ) -> None:
-        """`slots` and `context` (tokens of the wire) bound running completions; so does the KV cache. `switches`: the
-        same accelerators train, so that new weights come with the change back to generation, which the trainer pays
-        for. Raises ConfigError for a model that does not fit."""
+        """`slots`, `context` (wire tokens) and the KV cache bound running completions.
+
+        `switches`: the same accelerators train. New model weights then come with the switch back to generation, whose
+        time counts for the trainer. Raises ConfigError for a model that does not fit.
+        """
         super().__init__(spec, slots=slots, context=context, version=version)
         self._scale = emulation.tokens_per_token
         self._time = TimeModel(emulation)
         self._emulation = emulation
         self._handover_s = 0.0 if switches else emulation.handover_s
         self._pace = pace or Pace(emulation.speed)
-        self._left = np.zeros(slots, dtype=np.int64)  # in each slot: real tokens up to the end of its completion
-        self._stops = np.zeros(slots, dtype=np.bool_)  # it ends by itself, rather than at the limit
-        self._preempted: list[int] = []  # slots whose completions were taken out of a full cache, the newest first
-        self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
-        self._stale = False  # the KV cache was cleared
-        self._labelled = version  # what tokens to come are labelled with
-        self._interrupted = True  # by something that took its own time
+        self._left = np.zeros(slots, dtype=np.int64)  # for each slot: real tokens left in its completion
+        self._stops = np.zeros(slots, dtype=np.bool_)  # for each slot: whether a stop token ends it, not the limit
+        self._preempted: list[int] = []  # slots of completions preempted by a full cache, the newest first
+        self._owed_s = 0.0  # emulated seconds that must pass before decoding continues
+        self._stale = False  # whether the KV cache was cleared
+        self._labelled = version  # version label of tokens to come
+        self._interrupted = True  # whether something else took time since the last step
 
     @property
     def waiting(self) -> int:
         return super().waiting + len(self._preempted)
 
     def read(self, file: Path) -> None:
-        """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
+        """Check only that the tensors are present and have the right shapes; nothing is computed with them."""
         check_shapes(weight_shapes(self.spec), stored_tensors(file))
 
     def prepare(self, weights: None) -> None:
-        """Takes the time that the weights need to arrive, while decoding goes on."""
+        """Take the time of the model weights' transfer, while decoding continues."""
         Pace(self._pace.speed).spend(self._time.transfer_s())
 
     def swap(self, prepared: None, version: int, /, *, recompute: bool = True) -> None:
@@ -83,7 +84,7 @@ class EmulatedEngine(SlotEngine):
         self._stale = self._interrupted = True
 
     def step(self) -> list[Generation]:
-        """Let a few milliseconds pass, or one decode step; what this finished."""
+        """Let a few milliseconds or one decode step pass. Returns finished completions."""
         self._owed_s += self._recompute_s()
         if not self.running:
             self._interrupted = True
@@ -93,7 +94,7 @@ class EmulatedEngine(SlotEngine):
         self._interrupted = True
 
     def _schedule(self) -> None:
-        """Charge for prefill, and give slots to waiting completions, first to those that were preempted."""
+        """Charge for prefill, and give slots to waiting completions, preempted ones first."""
         while self._preempted:
             slot = self._preempted[0]
             tokens = int(self._table.cached[slot])
@@ -109,19 +110,19 @@ class EmulatedEngine(SlotEngine):
         return min(count, max(fitting, 0 if self.running else 1))
 
     def _room(self) -> float:
-        """Tokens that completions may begin with."""
+        """Number of real tokens with which new completions may begin."""
         return _ADMIT_BELOW * self._time.kv_tokens - self._cached
 
     @property
     def _cached(self) -> int:
-        """Tokens in the KV cache."""
+        """Number of real tokens in the KV cache."""
         return int(self._table.cached[self._running].sum())
 
     def _begin(self, group: Group, slots: Int32Array) -> None:
         table, request = self._table, group.request
         table.fill(slots, request, group.started)
         prompt = len(request.token_ids)
-        if group.reader is None:  # the prompt is prefilled for all of its completions
+        if group.reader is None:  # one prefill serves all completions of the prompt
             group.reader = int(slots[0])
             self._owed_s += self._time.prefill_s([prompt * self._scale])
         table.cached[slots] = prompt * self._scale
@@ -138,12 +139,12 @@ class EmulatedEngine(SlotEngine):
                 table.tokens[slot, prompt + (length - 1) // self._scale] = request.stop_token_ids[0]
 
     def _filler(self, group: Group) -> int:
-        """A token that every tokenizer can decode: one of the prompt, unless it is a stop token."""
+        """Return a token that every tokenizer can decode: one of the prompt, unless it is a stop token."""
         tokens, stops = group.request.token_ids, set(group.request.stop_token_ids)
         return next(token for token in (*reversed(tokens), *range(self.spec.vocab_size)) if token not in stops)
 
     def _decode(self) -> list[Generation]:
-        """Pay what is owed, or let as many decode steps pass as fit into a slice, up to the end of a completion."""
+        """Let owed time pass, or as many decode steps as fit into a slice, up to the end of a completion."""
         if self._interrupted:
             self._interrupted = False
             self._pace.restart()
@@ -157,7 +158,7 @@ class EmulatedEngine(SlotEngine):
             return []
         room, time = self._time.kv_tokens, self._time
         while self._cached + self.running > room and self.running > 1:
-            self._preempted.insert(0, int(self._running[-1]))  # it is recomputed when it goes on
+            self._preempted.insert(0, int(self._running[-1]))  # recomputed when it continues
             self._running = self._running[:-1]
         running, cached = self._running, self._cached
         steps = max(1, int(budget_s / time.decode_s(len(running), cached)))
@@ -168,7 +169,7 @@ class EmulatedEngine(SlotEngine):
         return self._advance(steps)
 
     def _advance(self, steps: int) -> list[Generation]:
-        """Every running completion has so many more real tokens. At its end a partial token of the wire counts too."""
+        """Add `steps` real tokens to every running completion. At its end a partial wire token counts too."""
         table, running = self._table, self._running
         if self._labelled != self.version:
             for slot in (*running.tolist(), *self._preempted):
@@ -192,14 +193,14 @@ class EmulatedEngine(SlotEngine):
         return super()._release(slots, reasons)
 
     def _stand_still(self, emulated_s: float) -> None:
-        """Let time pass in which nothing is decoded; what is more than `_SWAP_S` is owed, and passes in steps."""
+        """Let time pass without decoding. Time beyond `_SWAP_S` is owed and passes in steps."""
         now_s = min(emulated_s, _SWAP_S * self._pace.speed)
         self._owed_s += emulated_s - now_s
         self._pace.restart()
         self._pace.spend(now_s)
 
     def _recompute_s(self) -> float:
-        """Emulated seconds of recomputing the KV cache of running completions, if it was cleared."""
+        """Return the emulated seconds of recomputing the running completions' KV cache, if it was cleared."""
         if not self._stale:
             return 0.0
         self._stale = False

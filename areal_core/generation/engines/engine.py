@@ -1,5 +1,7 @@
-"""The interface between a generation server and its engine, the records that they exchange, and the engines by name.
-Without torch."""
+"""The interface between a generation server and its engine, shared records, and engines by name.
+
+This module does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from areal_core.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Completions of a request that have ended."""
+    """Finished completions of a request."""
 
     request: GenerationRequest
-    completions: dict[int, Completion]  # by their index
-    last: bool  # no other completion of the request is left
+    completions: dict[int, Completion]  # by index
+    last: bool  # the request has no other completion left
 
 
 @dataclass(slots=True)
@@ -30,27 +32,27 @@ class EngineStats:
     """Counters since the start, and the cost of the last update."""
 
     generated_tokens: int = 0
-    rollout_tokens: int = 0  # of these, the ones of requests whose id says that they are the rollout's
+    rollout_tokens: int = 0  # those of requests whose id marks them as the rollout's
     swap_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_tokens: int = 0
 
 
 class ServedEngine(Protocol):
-    """An engine that one thread steps; `check`, `read` and `prepare` may be called by any."""
+    """An engine stepped by one thread; any thread may call `check`, `read` and `prepare`."""
 
     spec: ModelSpec
     version: int
-    admitting: bool  # False: running completions go on, waiting ones stay where they are
+    admitting: bool  # False: running completions continue, waiting ones keep waiting
 
     @property
     def running(self) -> int:
-        """Completions being decoded."""
+        """Number of completions being decoded."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for a slot."""
+        """Number of completions that wait for a slot."""
         ...
 
     @property
@@ -61,38 +63,43 @@ class ServedEngine(Protocol):
         ...
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises GenerationError as `check` does, and for an id that is being served."""
+        """Queue a request. Raises GenerationError as `check` does, and for a request id already being served."""
         ...
 
     def step(self) -> list[Generation]:
-        """Go on decoding for a short while; the completions that this finished."""
+        """Decode for a short while. Returns the completions that finished."""
         ...
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
-        """End requests (None: all of them) now, with what they have; unknown ids are passed over."""
+        """End requests (None: all) now, with their tokens so far; unknown ids are ignored."""
         ...
 
     def read(self, file: Path) -> Any:
-        """The weights of a safetensors file, or of a model folder that has several; of one that holds an adapter
-        (models.adapters), those of the base model with it. Raises ModelError when the engine can't run them."""
+        """Read the model weights of a safetensors file or of a model folder with several.
+
+        For an adapter (models.adapters) these are the base model's weights with the adapter added. Raises ModelError if
+        the engine can't run them.
+        """
         ...
 
     def prepare(self, weights: Any) -> Any:
-        """Weights made ready for `swap`; touches nothing of the engine."""
+        """Prepare model weights for `swap`, without any effect on the engine."""
         ...
 
     def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
-        """Swap the weights; with `recompute` running completions go on with a KV cache of the new ones."""
+        """Swap the model weights. With `recompute`, running completions continue with a KV cache of the new weights."""
         ...
 
     def clear_cache(self) -> None:
-        """Clear the KV cache: before the next step, that of running completions is recomputed."""
+        """Clear the KV cache. The engine recomputes that of running completions before the next step."""
         ...
 
 
 def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
-    """The weights of a file or folder that has this hash, made ready for `swap`; touches nothing that runs. Raises
-    ModelError for others, and for what the engine can't run."""
+    """Read and prepare the model weights with this hash for `swap`, beside running completions.
+
+    Raises ModelError if the hash differs or the engine can't run the weights.
+    """
     one = weights_file(path)
     try:
         with verified(path, digest):
@@ -103,11 +110,11 @@ def read_version(engine: ServedEngine, path: Path, digest: str) -> Any:
 
 
 class Options(TypedDict):
-    """How an engine is made."""
+    """Options of an engine."""
 
     slots: int  # completions decoded at once
     context: int  # tokens of a sequence: prompt and completion
-    version: int  # of the weights that it begins with
+    version: int  # version of the initial weights
     device: str  # cpu or cuda
 
 
@@ -115,15 +122,17 @@ MakeEngine = Callable[[Path, ModelSpec, Options], ServedEngine]
 
 
 def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
-    """The engine of a name for the model in `folder`. Raises ConfigError for one that is not to be had, ModelError for
-    weights that it can't run."""
+    """Make the engine `name` for the model in `folder`.
+
+    Raises ConfigError for an unavailable engine, ModelError for model weights that it can't run.
+    """
     return find("generation.engine", name, _ENGINES)(folder, spec, options)
 
 
 def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
     if spec.transformers is not None:
         raise ModelError(f"{folder}: {spec.transformers.why}; vLLM may run it")
-    from areal_core.generation.engines.embedded import Engine  # kernels, which an emulation can do without
+    from areal_core.generation.engines.embedded import Engine  # imports the kernels, which an emulation doesn't need
 
     return Engine(spec, read_arrays(folder, spec), base=folder, **options)
 

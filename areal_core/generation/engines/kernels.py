@@ -1,15 +1,14 @@
-"""The forward pass of a Qwen2, Qwen3 or Llama decoder on one CPU core, compiled by numba once per machine.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder on one CPU core, compiled by numba.
 
-A pass runs rows: one row is one token of one sequence, standing at `position` in `slot` of the KV cache. It attends to
-all that stands in its slot up to itself, so that decoding one token, prefilling a prompt and recomputing a sequence
-after an update are the same thing, and a pass may do all of them at once, over as many tokens as each sequence has,
-with no padding.
+A pass runs rows. A row is one token of one sequence, at `position` in `slot` of the KV cache. It attends to all tokens
+of its slot up to itself. So decoding a token, prefilling a prompt and recomputing a sequence after an update are the
+same operation. One pass may do all of them at once, for any number of tokens per sequence, without padding.
 
-Every number of a row is computed in one order of operations, whatever other rows there are: results are
-batch-invariant, to the bit.
+Every number of a row is computed in a fixed order of operations, whatever other rows exist. So results are bitwise
+batch-invariant.
 
-Packed matrices [depth, width] are stored by panels of `COLUMNS` columns, [width / COLUMNS, depth, COLUMNS]; the cache
-is [layers, slots, kv_heads, blocks, 2, LANES * head width]: a block holds LANES tokens, their keys by dimension
+Packed matrices [depth, width] are stored by panels of `COLUMNS` columns, [width / COLUMNS, depth, COLUMNS]. The cache
+is [layers, slots, kv_heads, blocks, 2, LANES * head width]. A block holds LANES tokens: first their keys by dimension
 [head width, LANES], then their values by token [LANES, head width].
 """
 
@@ -41,7 +40,7 @@ from areal_core.models.vectors import (
     transpose,
 )
 
-# Rows and vectors of the tile of a product that is kept in registers.
+# Rows and vectors of a product's tile in registers.
 ROWS, _VECTORS = (4, 4) if AVX512 else (6, 1)
 COLUMNS = _VECTORS * LANES
 
@@ -49,8 +48,10 @@ _tile = tile(ROWS, _VECTORS)
 
 
 class Shape(NamedTuple):
-    """Sizes of a model, rounded up to whole vectors and panels where `_width` says so, and where its weights begin in
-    the flat array of all of them. The fields after `layer_size` count from the beginning of a layer."""
+    """Sizes of a model, and offsets of the model weights in their flat array.
+
+    Fields with `_width` are rounded up to whole vectors or panels. Fields after `layer_size` are offsets in a layer.
+    """
 
     layers: int
     hidden: int
@@ -73,8 +74,8 @@ class Shape(NamedTuple):
     layer_size: int
     input_norm: int
     qkv: int
-    qkv_bias: int  # -1: there is none
-    qk_norm: int  # that of queries, then that of keys; -1: there is none
+    qkv_bias: int  # -1: none
+    qk_norm: int  # of queries, then of keys; -1: none
     out: int
     mlp_norm: int
     gate_up: int
@@ -82,14 +83,16 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Floats of all weights."""
+        """Number of floats of all model weights."""
         return self.first_layer + self.layers * self.layer_size
 
 
 @compiled()
 def _matmul(a, a_width, weights, at, depth, c, c_width, rows, accumulate):
-    """c [rows, c_width] = a [rows, depth] @ the packed matrix at `at`, or += if `accumulate`; rows up to a multiple of
-    ROWS are computed, whatever stands there."""
+    """c [rows, c_width] = a [rows, depth] @ the packed matrix at `at`, or += if `accumulate`.
+
+    It also computes rows up to the next multiple of ROWS, with unused results.
+    """
     for panel in range(0, c_width, COLUMNS):
         for row in range(0, rows, ROWS):
             _tile(
@@ -100,7 +103,7 @@ def _matmul(a, a_width, weights, at, depth, c, c_width, rows, accumulate):
 
 @compiled()
 def _normalise(x, weights, at, hidden, width, eps, rows, out):
-    """RMS norm of rows [rows, width] whose first `hidden` columns count."""
+    """RMS norm of rows [rows, width] over their first `hidden` columns."""
     for row in range(rows):
         start = row * width
         squares = np.float32(0.0)
@@ -113,7 +116,7 @@ def _normalise(x, weights, at, hidden, width, eps, rows, out):
 
 @compiled()
 def _normalise_heads(shape, qkv, weights, at, eps, rows):
-    """RMS norm of each head of queries and keys, in place. The padding of a head is zeros, and stays so."""
+    """RMS norm of each head of queries and keys, in place. Zero padding of a head stays zero."""
     for row in range(rows):
         for head in range(shape.heads + shape.kv_heads):
             first = row * shape.qkv_width + head * shape.head_width
@@ -161,9 +164,10 @@ def _rotate_and_keep(shape, layer, qkv, cosines, sines, slots, positions, rows, 
 
 @compiled()
 def _attend(cache, at, width, query, query_at, count, scores, out, out_at):
-    """Attention of one query head over the first `count` tokens of one head of one slot, whose cache begins at `at`.
+    """Attention of one query head over the first `count` tokens of a slot's head, cached from `at` on.
 
-    Tokens beyond are loaded with the last block but weigh nothing: the cache holds finite numbers everywhere."""
+    The last block may contain further tokens. They get weight 0, and the cache holds only finite numbers.
+    """
     blocks = (count + LANES - 1) // LANES
     block_size = 2 * LANES * width
     highest = splatted(np.float32(-np.inf))
@@ -198,7 +202,7 @@ def _attend(cache, at, width, query, query_at, count, scores, out, out_at):
 
 @compiled()
 def _gate(gate_up, inner, width, rows):
-    """silu(gate) * up of rows [gate, up], written over the gate."""
+    """Compute silu(gate) * up of rows [gate, up], and write it over the gate."""
     for row in range(rows):
         start = row * width
         for column in range(start, start + inner, LANES):
@@ -220,8 +224,10 @@ def forward(
     shape, eps, weights, cosines, sines, cache, tokens, slots, positions, rows, ends, n_ends,
     x, normed, qkv, mixed, gate_up, scores, logits,
 ):  # fmt: skip
-    """Run rows through the model: their keys and values are added to the cache, and the rows `ends` [n_ends], which
-    ascend, give logits [n_ends, vocab_width]. `x` to `scores` are buffers."""
+    """Run rows through the model. Keys and values are added to the cache.
+
+    The rows `ends` [n_ends], ascending, give logits [n_ends, vocab_width]. `x` to `scores` are buffers.
+    """
     hidden, width = shape.hidden, shape.hidden_width
     for row in range(rows):
         token = np.int64(tokens[row])
@@ -242,7 +248,7 @@ def forward(
             _normalise_heads(shape, qkv, weights, base + shape.qk_norm, eps, rows)
         _rotate_and_keep(shape, layer, qkv, cosines, sines, slots, positions, rows, cache)
         last = layer == shape.layers - 1
-        if last:  # the outputs of the other rows are not needed
+        if last:  # only these rows' outputs are needed
             running = n_ends
             for i in range(n_ends):
                 for column in range(0, width, LANES):
@@ -271,9 +277,12 @@ def forward(
     types.boolean(_FLOATS, types.int64, types.int64, _INTS, types.int64, _FLOATS, types.float64[::1], _INTS, _FLOATS)
 )
 def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logprobs):
-    """Sample a token for each of `count` completions from row `ends` of logits [., width], by inversion of the
-    distribution at the completion's temperature, and record its log-probability; temperature 0 takes the most probable
-    token and records its log-probability at temperature 1. False if any logit is not finite."""
+    """Sample a token for each of `count` completions from row `ends` of logits [., width].
+
+    Sampling inverts the distribution at the completion's temperature and records its log-probability. Temperature 0
+    takes the most probable token and records its log-probability at temperature 1. Returns False if any logit is not
+    finite.
+    """
     weights = np.empty(width, dtype=np.float32)
     for completion in range(count):
         row = ends[completion] * width
@@ -299,7 +308,7 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
             while logits[row + chosen] != highest:
                 chosen += 1
         else:
-            # The first token at which the sum of weights exceeds u * total: whole vectors, then inside of one.
+            # First token at which the cumulative weight exceeds u * total: find the vector, then the lane.
             target, before, block = uniforms[completion] * total, 0.0, 0
             while True:
                 weight = np.float64(lanes_sum(loaded(weights, block)))
@@ -320,8 +329,7 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
 
 @compiled(types.void(_FLOATS, types.int64, types.int64, _FLOATS, types.int64, types.int64))
 def pack(matrix, outputs, depth, weights, at, first):
-    """Write a matrix [outputs, depth], as transformers has it, to columns `first` and up of the packed matrix
-    [depth, .] that begins at `at`."""
+    """Write transformers' [outputs, depth] to columns `first` and up of the packed matrix at `at`."""
     squares = outputs // LANES * LANES if first % LANES == 0 else 0
     for output in range(0, squares, LANES):
         column = first + output

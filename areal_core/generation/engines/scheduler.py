@@ -1,12 +1,12 @@
-"""What engines share, wherever their tokens and their time come from: groups of completions in slots, admission,
-interruption, versions, counters and random numbers. Without torch and without compiled code.
+"""The shared part of engines: groups in slots, admission, interruption, random numbers.
 
-Completions stay in their slots. Only one group at a time can be partly started, and it has the first claim on every
-slot that becomes free: so its prompt's keys and values stay in the slot where they were computed.
+This module uses neither torch nor compiled code.
 
-Random numbers are counter-based: the one that samples a token depends on (seed, completion, position) alone. So the
-same request gives the same completions in whatever batches they are decoded, however often decoding is interrupted, and
-no generator's state has to be kept or moved.
+Completions stay in their slots. At most one group is partly started, and it has the first claim on every free slot. So
+its prompt's keys and values stay in the slot that computed them.
+
+Random numbers are counter-based: they depend only on (seed, completion, position). So a request gives the same
+completions in every batch, however often decoding is interrupted. No generator state has to be kept or moved.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each stream and position, both [N]: output number `position` of a SplitMix64 generator
-    that starts at `seed`. numba compiles it too.
+    """Return one number in [0, 1) for each stream and position, both [N].
 
-    Multiples of 2^-52: with a finer grid u * total could round up to total, and inversion would run off the end.
+    It is output number `position` of a SplitMix64 generator that starts at `seed`. numba compiles this function too.
+
+    Results are multiples of 2^-52. On a finer grid u * total could round up to total, which inversion would not find.
     """
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
@@ -45,8 +46,11 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArr
 
 
 def stream_seed(seed: int, completion_index: int) -> int:
-    """Seed of the stream of one completion of a request, in [0, 2^64); completion 0 of n has the seed that a single
-    completion would have. Mixed twice, so that neighbouring seeds and completions have nothing in common."""
+    """Return the seed of one completion's random stream, in [0, 2^64).
+
+    Completion 0 of n has the seed of a single completion. Mixed twice, so that neighbouring seeds and completions are
+    independent.
+    """
     return _mix(_mix(seed) + completion_index * _GOLDEN)
 
 
@@ -58,24 +62,24 @@ def _mix(x: int) -> int:
 
 
 class Slots:
-    """The sequences in the slots, a prompt and its completion so far each. One row of every array for each slot."""
+    """The sequences in the slots: a prompt and its completion so far. Every array has one row per slot."""
 
     def __init__(self, slots: int, context: int) -> None:
         self.tokens = np.zeros((slots, context), dtype=np.int32)  # prompt and completion
-        self.logprobs = np.zeros((slots, context), dtype=np.float32)  # of the token in the same column
+        self.logprobs = np.zeros((slots, context), dtype=np.float32)  # of the token in the same column, nats
         self.versions = np.zeros((slots, context), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int32)  # tokens so far, prompt included
         self.prompt = np.zeros(slots, dtype=np.int32)
         self.limit = np.zeros(slots, dtype=np.int32)  # length at which the completion is cut off
         self.cached = np.zeros(slots, dtype=np.int32)  # tokens that have keys and values
-        self.reader = np.full(slots, -1, dtype=np.int32)  # slot whose prompt this one waits for; -1: none
+        self.reader = np.full(slots, -1, dtype=np.int32)  # slot that computes this one's prompt; -1: none
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.temperature = np.zeros(slots, dtype=np.float32)  # 0: greedy
-        self.rollout = np.zeros(slots, dtype=np.bool_)  # what is sampled is the rollout's
+        self.rollout = np.zeros(slots, dtype=np.bool_)  # whether the rollout requested it
         self.stops = np.full((slots, 1), -1, dtype=np.int32)  # end tokens, padded with -1
 
     def fill(self, slots: Int32Array, request: GenerationRequest, first: int) -> None:
-        """Begin the completions `first` and up of a request, with nothing cached."""
+        """Start the completions `first` and up of a request, with nothing cached."""
         prompt, stops = len(request.token_ids), request.stop_token_ids
         self.tokens[slots, :prompt] = request.token_ids
         self.length[slots] = self.prompt[slots] = prompt
@@ -101,12 +105,12 @@ class Slots:
 
 @dataclass(slots=True)
 class Group:
-    """A request under way. Its completions start in order, as slots become free."""
+    """A running request. Its completions start in order, as slots become free."""
 
     request: GenerationRequest
     missing: int  # completions not finished
     started: int = 0
-    reader: int | None = None  # slot that holds the prompt's keys and values, or is to prefill it
+    reader: int | None = None  # slot that has the prompt's keys and values, or will prefill them
 
     @property
     def unstarted(self) -> int:
@@ -114,23 +118,23 @@ class Group:
 
 
 class SlotEngine(ABC):
-    """A `ServedEngine` but for its model. Not thread-safe: one thread calls it, between steps."""
+    """A `ServedEngine` without a model. Not thread-safe: one thread calls it, between steps."""
 
     def __init__(self, spec: ModelSpec, *, slots: int, context: int | None, version: int) -> None:
         self.spec = spec
         self.slots = slots
         self.context = context or spec.context
         self.version = version
-        self.admitting = True  # False: running completions go on, waiting ones stay where they are
+        self.admitting = True  # False: running completions continue, waiting ones keep waiting
         self.stats = EngineStats()
         self._groups: dict[str, Group] = {}  # by request id
         self._waiting: deque[Group] = deque()  # groups with completions that have not started
         self._running = np.empty(0, dtype=np.int32)  # slots, in the order in which their completions started
         self._free = list(range(slots))[::-1]
-        self._completions: list[tuple[Group, int] | None] = [None] * slots  # in each slot: a group and an index in it
+        self._completions: list[tuple[Group, int] | None] = [None] * slots  # for each slot: group and index
         self._table = Slots(slots, self.context)
 
-    # -- what differs ------------------------------------------------------------------------------------------
+    # -- to be implemented -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _use(self, prepared: Any) -> None:
@@ -142,27 +146,29 @@ class SlotEngine(ABC):
 
     @abstractmethod
     def _decode(self) -> list[Generation]:
-        """The rest of a step; what it finished."""
+        """Run the rest of a step. Returns the completions that finished."""
 
     def _admissible(self, group: Group, count: int) -> int:
-        """How many of the next `count` completions of a group may start now."""
+        """Return how many of the next `count` completions of a group may start now."""
         return count
 
-    # -- what is shared ----------------------------------------------------------------------------------------
+    # -- shared by all engines ---------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
-        """Completions being decoded."""
+        """Number of completions being decoded."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Completions without a slot."""
+        """Number of completions without a slot."""
         return sum(group.unstarted for group in self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise GenerationError, its message starting with the field's name, if the request can't be served. Any thread
-        may call it."""
+        """Raise GenerationError, its message starting with the field's name, if the request can't be served.
+
+        Any thread may call it.
+        """
         if not request.token_ids:
             raise GenerationError("token_ids: must hold at least one token")
         last = self.spec.vocab_size - 1
@@ -177,7 +183,7 @@ class SlotEngine(ABC):
             )
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises GenerationError as `check` does, and for an id that is being served."""
+        """Queue a request. Raises GenerationError as `check` does, and for a request id already being served."""
         self.check(request)
         if request.request_id in self._groups:
             raise GenerationError(f"request_id: {request.request_id} is already being served")
@@ -185,13 +191,13 @@ class SlotEngine(ABC):
         self._waiting.append(group)
 
     def step(self) -> list[Generation]:
-        """Give free slots to waiting completions, and decode for a while; what this finished."""
+        """Give free slots to waiting completions and decode for a while. Returns the completions that finished."""
         if self.admitting:
             self._schedule()
         return self._decode()
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
-        """End requests (None: all of them) now, with what they have; unknown ids are passed over."""
+        """End requests (None: all) now, with their tokens so far; unknown ids are ignored."""
         ids = set(self._groups) if request_ids is None else self._groups.keys() & set(request_ids)
         doomed = [self._groups[request_id] for request_id in ids]
         self._waiting = deque(group for group in self._waiting if group.request.request_id not in ids)
@@ -205,8 +211,10 @@ class SlotEngine(ABC):
         return never_started + self._release(slots, ["abort"] * len(slots))
 
     def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
-        """Swap the weights. With `recompute` running completions go on with a KV cache of the new weights; without,
-        their keys and values stay those of the weights that computed them."""
+        """Swap the model weights. With `recompute`, running completions continue with a KV cache of the new weights.
+
+        Without, they keep their old keys and values.
+        """
         start = time.perf_counter()
         self._use(prepared)
         self.version = version
@@ -215,12 +223,12 @@ class SlotEngine(ABC):
         self.stats.swap_ms = 1e3 * (time.perf_counter() - start)
 
     def clear_cache(self) -> None:
-        """Clear the KV cache: the next steps recompute that of running completions."""
+        """Clear the KV cache. The next steps recompute that of running completions."""
         for group in self._groups.values():
             group.reader = None
 
     def _schedule(self) -> None:
-        """Give free slots to waiting completions, groups in the order of their arrival."""
+        """Give free slots to waiting completions, groups in order of arrival."""
         while self._free and self._waiting:
             group = self._waiting[0]
             count = self._admissible(group, min(len(self._free), group.unstarted))
@@ -237,7 +245,7 @@ class SlotEngine(ABC):
                 self._waiting.popleft()
 
     def _release(self, slots: Sequence[int], reasons: Sequence[str]) -> list[Generation]:
-        """Take the completions out of these slots."""
+        """Remove the completions from these slots and return them."""
         ended: dict[str, tuple[Group, dict[int, Completion]]] = {}
         for slot, reason in zip(slots, reasons, strict=True):
             group, index = self._completion_in(slot)

@@ -1,9 +1,11 @@
-"""The layout of a forward pass over the sequences in the slots, and the interface of decoders, which run it.
+"""The layout of a forward pass over the sequences in the slots, and the interface of decoders.
 
-A sequence is a prompt and its completion so far. `cached` of its tokens have keys and values: a pass runs the ones that
-have none, so that a running completion (all but one), a new prompt (none) and a sequence whose cache was cleared (none)
-are one case. Completions of one group share a prompt: one of them, its reader, prefills it; the others wait for that,
-copy the prompt's keys and values and, where they have no token yet, sample from the same logits.
+A sequence is a prompt and its completion so far. Its first `cached` tokens have keys and values; a pass runs the
+others. So a running completion, a new prompt and a sequence with a cleared cache are one case: all but one of the
+tokens are cached, or none.
+
+Completions of a group share a prompt. One of them, the reader, prefills it. The others wait, then copy the prompt's
+keys and values. If they have no token yet, they sample from the same logits.
 """
 
 from __future__ import annotations
@@ -18,39 +20,43 @@ from areal_core.generation.engines.scheduler import Slots, uniforms
 from areal_core.models.vectors import compiled
 from areal_core.types import Float32Array, Int32Array
 
-STOPPED, CUT_OFF = 1, 2  # how `record` says that a completion is finished
+STOPPED, CUT_OFF = 1, 2  # why a completion is finished, as returned by `record`
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The rows of a forward pass, each one token of the sequence in a slot, and the completions that sample from them.
+    """The rows of a forward pass, and the completions that sample from them.
 
-    The rows of one slot follow each other, in order, and go on where its cache ends."""
+    Each row is one token of the sequence in a slot. The rows of a slot are contiguous and in order, and continue where
+    its cache ends.
+    """
 
     tokens: Int32Array  # [M]
     slots: Int32Array  # [M]
     positions: Int32Array  # [M]
-    ends: Int32Array  # [E] rows that are the last of their sequence, ascending
-    of: Int32Array  # [A] which of `ends` a completion samples from
-    temperatures: Float32Array  # [A] 0: the most probable token
+    ends: Int32Array  # [E] rows that end their sequence, ascending
+    of: Int32Array  # [A] index in `ends` of the row that a completion samples from
+    temperatures: Float32Array  # [A] 0: greedy
     uniforms: NDArray[np.float64]  # [A] in [0, 1)
 
 
 class Decoder(Protocol):
-    """The weights of one version, ready to run. Immutable: an update makes another one and swaps the two."""
+    """The model weights of one version, ready to run. Immutable: an update makes another decoder and swaps them."""
 
     def cache(self, slots: int, rows: int) -> Any:
-        """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
+        """Make an empty KV cache for passes of up to `rows` rows; it fits every decoder of the same model."""
         ...
 
     def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
-        logits are not finite."""
+        """Add the rows' keys and values to the cache; sample tokens and their log-probabilities, each [A].
+
+        Returns None if any logit is not finite.
+        """
         ...
 
 
 class Batch:
-    """Lays out forward passes of at most `rows` rows, at least one for each slot."""
+    """Lays out forward passes of at most `rows` rows, which must be at least one per slot."""
 
     def __init__(self, table: Slots, rows: int) -> None:
         slots = len(table.length)
@@ -63,10 +69,11 @@ class Batch:
         self._uniforms = np.empty(slots, dtype=np.float64)
 
     def gather(self, running: Int32Array) -> tuple[Pass, Int32Array, Int32Array]:
-        """The next pass over running slots, the slots that sample a token from it, and those that have waited for their
-        prompt and are to copy it from their reader once it ran.
+        """Return the next pass, the slots that sample from it, and the slots that then copy their prompt.
 
-        Completions that lack one token come first: however many prompts there are to prefill, decoding goes on."""
+        The copying slots have waited for their reader. Completions that lack one token come first, so decoding
+        continues however many prompts need prefill.
+        """
         table, inputs = self._table, self._inputs
         rows, ends, sampling, copying = _gather(
             running, table.tokens, table.length, table.prompt, table.cached, table.reader, table.seed,
@@ -87,7 +94,7 @@ class Batch:
     def record(
         self, sampling: Int32Array, tokens: Int32Array, logprobs: NDArray[np.float32], version: int
     ) -> NDArray[np.int8]:
-        """Append the sampled tokens; returns for each slot whether its completion is STOPPED, CUT_OFF or neither."""
+        """Append the sampled tokens. Returns for each slot STOPPED, CUT_OFF or 0 (its completion continues)."""
         table = self._table
         finished = np.empty(len(sampling), dtype=np.int8)
         _record(

@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen2, Qwen3 or Llama decoder in torch's operations, for devices other than the CPU.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder in torch operations, for devices except CPUs.
 
 Axes: M rows, A completions that sample a token, T columns of the cache, H query heads, K key-value heads, D head size.
 """
@@ -22,7 +22,7 @@ from areal_core.types import Float32Array, Int32Array
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights, fused where they read the same input."""
+    """One layer's weights, fused if they read the same input."""
 
     input_norm: Tensor
     qkv: Tensor  # [(H + 2K) * D, hidden]
@@ -65,7 +65,7 @@ class TorchDecoder:
         return self._sample(logits[self._on_device(rows.of)].float(), rows)
 
     def _sample(self, logits: Tensor, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """Tokens and their log-probabilities, both [A], from logits [A, vocabulary]; None if these are not finite."""
+        """Sample tokens and log-probabilities, both [A], from logits [A, vocabulary]; None if not finite."""
         temperatures = self._on_device(rows.temperatures)[:, None]
         greedy = temperatures == 0
         logprobs = (logits / torch.where(greedy, 1, temperatures)).log_softmax(-1)
@@ -78,8 +78,10 @@ class TorchDecoder:
         return chosen[:, 0].int().cpu().numpy(), logprobs.gather(1, chosen)[:, 0].cpu().numpy()
 
     def _hidden(self, cache: TorchCache, table: NDArray[np.int64]) -> Tensor:
-        """What the last layer puts out [M, hidden] for rows of (token, slot, position) [3, M]; keys and values are
-        added to the cache."""
+        """Run all layers for rows of (token, slot, position) [3, M], and return hidden states [M, hidden].
+
+        Keys and values are added to the cache.
+        """
         spec, rows = self._spec, table.shape[1]
         tokens, slots, positions = self._on_device(table)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
@@ -119,7 +121,7 @@ class TorchDecoder:
         return x
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """[.., H, rows, D] of queries of that shape, keys and values [.., K, T, D], and what each row sees."""
+        """Attend with queries [.., H, rows, D] to keys and values [.., K, T, D] under the mask `seen`."""
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen, enable_gqa=self._spec.kv_heads < self._spec.heads
         )

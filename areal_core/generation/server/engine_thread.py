@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and how an event loop talks to it."""
+"""The thread that steps an engine, and its interface to an event loop."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 class _State(Enum):
     RUNNING = "running"
-    DRAINING = "draining"  # running completions go on, none start
+    DRAINING = "draining"  # running completions continue, none start
     PAUSED = "paused"
 
 
 class EngineThread:
-    """Steps an engine while it has work and is not paused; does what it is asked to between two steps.
+    """Steps an engine while it has work and is not paused, and runs commands between two steps.
 
-    `deliver` gets finished completions and `failed` the error that ended the thread, both in the event loop's thread.
-    `timeline` gets what the engine did when.
+    `deliver` receives finished completions. `failed` receives an error that ended the thread. Both are called in the
+    event loop's thread. `timeline` records the engine's activities.
     """
 
     def __init__(
@@ -63,32 +63,35 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is in; what runs is left unfinished."""
+        """End the thread after its current step; running completions stay unfinished."""
         self._commands.put(None)
         self._thread.join()
 
     def tell(self, action: Callable[[ServedEngine], Any]) -> None:
-        """Have something done between two steps; an error in it ends the thread."""
+        """Run an action between two steps. An error in it ends the thread."""
         self._commands.put(lambda: action(self._engine))
 
     async def ask(self, action: Callable[[ServedEngine], T]) -> T:
-        """Have something done between two steps and wait for its result; its errors are the caller's."""
+        """Run an action between two steps and return its result. The caller gets its errors."""
         future: Future[T] = Future()
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # the caller has gone
+                return  # the caller was cancelled
             try:
                 future.set_result(action(self._engine))
-            except Exception as error:  # noqa: BLE001 - handed to the caller
+            except Exception as error:  # noqa: BLE001 - passed to the caller
                 future.set_exception(error)
 
         self._commands.put(command)
         return await asyncio.wrap_future(future)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        """Stop decoding. `keep` holds running completions, `abort` ends all requests with what they have, `wait`
-        returns once running completions are finished; those without a slot wait in `keep` and `wait`."""
+        """Stop decoding.
+
+        Mode `keep` holds running completions. `abort` ends all requests with their tokens so far. `wait` returns once
+        running completions are finished. In `keep` and `wait`, completions without a slot stay queued.
+        """
 
         def pause(engine: ServedEngine) -> Future[None]:
             paused: Future[None] = Future()
@@ -116,7 +119,7 @@ class EngineThread:
         await self.ask(resume)
 
     async def abort(self, request_ids: Collection[str]) -> int:
-        """End requests with what they have; how many of them there were."""
+        """End requests with their tokens so far. Returns how many requests ended."""
 
         def abort(engine: ServedEngine) -> int:
             ended = engine.abort(request_ids)
@@ -149,10 +152,10 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._failed, error)
 
     def _obey(self) -> bool:
-        """Carry out commands until there is none and a step to take; False once the thread is to end."""
+        """Run commands until none is left and the engine can step. Returns False when the thread must end."""
         while True:
             self._account()
-            if self._state is _State.DRAINING and not self._engine.running:  # finished, or aborted
+            if self._state is _State.DRAINING and not self._engine.running:  # all have finished or were aborted
                 self._pause()
             busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
             blocks = not busy or self.is_paused
@@ -170,7 +173,7 @@ class EngineThread:
     def _pause(self) -> None:
         self._account()
         self._state = _State.PAUSED
-        if self._clear_cache:  # only now: completions that were still to finish needed it
+        if self._clear_cache:  # only now, because completions that were finishing needed it
             self._engine.clear_cache()
         self._release_waiters()
 
@@ -185,7 +188,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver, finished)
 
     def _account(self) -> None:
-        """Account the time since the last call to what the engine did meanwhile."""
+        """Account the time since the last call to the engine's activity in it."""
         now = time.monotonic()
         if not self.is_paused:
             self._completion_s += (now - self._marked) * self._engine.running

@@ -1,4 +1,4 @@
-"""Bodies of requests, as records that msgspec checks: every refusal names the field, as vLLM's errors do."""
+"""Request bodies as msgspec records. Every error names the field, as vLLM's errors do."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from areal_core.errors import GenerationError
 from areal_core.types import GenerationRequest
 
 T = TypeVar("T")
-Label = Annotated[str, Meta(pattern=r"^[0-9]{1,18}$")]  # of a version: a whole number as text
+Label = Annotated[str, Meta(pattern=r"^[0-9]{1,18}$")]  # label of a version: a whole number as text
 _FIELD = re.compile(r"field `(?P<known>\w+)`|at `\$(?:\.\w+)*?\.(?P<at>\w+)(?:\[[^\]]*\])?`$")
 
 
 class Sampling(Struct, forbid_unknown_fields=True):
-    """How completions are sampled. Any other field of vLLM's would mean another distribution than that of the recorded
-    log-probabilities, or is not built."""
+    """How completions are sampled.
+
+    vLLM's other fields are refused: they are not built, or would sample from another distribution than that of the
+    recorded log-probabilities.
+    """
 
     n: Annotated[int, Meta(ge=1, le=16384)] = 1  # vLLM's bound
     max_tokens: Annotated[int, Meta(ge=1)] = 16  # vLLM's default
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None  # None: no two requests sample alike
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None  # None: a random seed
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0: greedy
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # the model's end tokens do not stop a completion
+    ignore_eos: bool = False  # the model's end tokens then do not stop a completion
     logprobs: Literal[0] | None = None  # they are always sent
 
 
@@ -41,26 +44,26 @@ class Generate(Struct, forbid_unknown_fields=True):
 
 
 class Abort(Struct):
-    """The requests to end, by the ids in responses, as in vLLM, or by their own."""
+    """Ids of the requests to abort: those in responses, as in vLLM, or the requests' own."""
 
     request_ids: list[str]
 
 
 class WeightsFile(Struct):
-    """Where the weights of a version lie."""
+    """Path and hash of a version's model weights."""
 
     path: str
     digest: str
 
 
 class Update(Struct):
-    """The weights to stage."""
+    """The model weights to stage."""
 
     update_info: WeightsFile
 
 
 class Finish(Struct):
-    """The version of the staged weights."""
+    """The version of the staged model weights."""
 
     weight_version: Label
 
@@ -72,7 +75,7 @@ class Relabel(Struct):
 
 
 class RequestError(GenerationError):
-    """A request that is answered with an error: its status and the field that is to blame."""
+    """A request that the server answers with an error: HTTP status and the field at fault."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
         super().__init__(f"{param}: {message}" if param else message)
@@ -81,7 +84,7 @@ class RequestError(GenerationError):
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """The record that a body is. Raises RequestError."""
+    """Parse a body as a record. Raises RequestError."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -92,14 +95,16 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 
 def parse_request(body: bytes, *, eos_token_ids: tuple[int, ...], version: str = MODEL_NAME) -> GenerationRequest:
-    """A request from its body; `version` is the name of the one that is loaded. Raises RequestError for unknown names,
-    wrong types and settings that are not served."""
+    """Parse a request for completions. `version` is the name of the loaded version.
+
+    Raises RequestError for unknown names, wrong types and unsupported settings.
+    """
     asked = parse(body, Generate)
     if asked.model not in (None, MODEL_NAME, version):
         held = f"{MODEL_NAME!r}" + (f" and {version!r}" if version != MODEL_NAME else "")
         raise RequestError(f"the model {asked.model!r:.80} does not exist, this is {held}", param="model", status=404)
     params = asked.sampling_params
-    if 0 < params.temperature < 0.01:  # logits divided by less may overflow
+    if 0 < params.temperature < 0.01:  # a smaller temperature may overflow the logits
         raise RequestError("must be 0, or from 0.01 to 100", param="temperature")
     ends = () if params.ignore_eos else eos_token_ids
     return GenerationRequest(

@@ -1,8 +1,8 @@
-"""An engine behind the routes of vLLM's native RL API, with the same fields and errors.
+"""Serve an engine behind the routes of vLLM's native RL API, with the same fields and errors.
 
-controller --POST /inference/v1/generate--> event loop --> engine thread --> completions, with a version for every token
-controller --start, update, pause, finish, resume--> weights are staged while decoding goes on, and swapped between
-                                                     two decode steps; resume recomputes the KV cache
+    controller --POST /inference/v1/generate--> event loop --> engine thread --> completions, with versions per token
+    controller --start, update, pause, finish, resume--> the server stages model weights beside decoding, swaps them
+                                                         between two decode steps; resume recomputes the KV cache
 
 python -m areal_core.generation.server.routes --model DIR --host 127.0.0.1 --port 0 --ready-file F --slots N
 """
@@ -51,12 +51,12 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
-_TOGETHER_S = 0.05  # in which completions of a request that end are sent together
+_TOGETHER_S = 0.05  # completions of a request that end within this time are sent together
 _PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class GenerationServer:
-    """Routes of one engine. All methods run in the event loop."""
+    """The routes of one engine. All methods run in the event loop."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class GenerationServer:
         token: str | None = None,
         timeline: TimelineWriter | None = None,
     ) -> None:
-        """`token` is what every request must carry, if anything."""
-        self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
+        """`token` is the token that every request must carry; None: no token."""
+        self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine thread
         self._engine = engine
         self._doors = [] if token is None else [guard(token)]
         self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
-        self._staged: tuple[Any, str] | None = None  # weights that the engine has made ready, and their hash
+        self._staged: tuple[Any, str] | None = None  # prepared model weights and their hash
         self._label = engine.version
-        self._name = MODEL_NAME  # of the version that is loaded, once one was
+        self._name = MODEL_NAME  # name of the loaded version, after the first load
         self._sleeping = False
 
     def app(self) -> web.Application:
@@ -133,7 +133,7 @@ class GenerationServer:
             if http.headers.get("Accept") == PARTS:
                 return await _send_parts(http, pending, encoded)
             return _json_bytes(encoded(await pending.all()))
-        except (asyncio.CancelledError, ConnectionError):  # the client has gone
+        except (asyncio.CancelledError, ConnectionError):  # the client disconnected
             self._thread.tell(lambda engine: engine.abort([request.request_id]))
             raise asyncio.CancelledError from None
         finally:
@@ -166,7 +166,7 @@ class GenerationServer:
         return web.json_response({"is_paused": self._thread.is_paused})
 
     async def _sleep(self, http: web.Request) -> web.Response:
-        """There is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
+        """Pause and clear the KV cache; there is no accelerator memory to free."""
         self._sleeping = True
         return await self._pause(http)
 
@@ -177,10 +177,10 @@ class GenerationServer:
     async def _is_sleeping(self, _: web.Request) -> web.Response:
         return web.json_response({"is_sleeping": self._sleeping})
 
-    # Weights
+    # Updates of model weights
 
     async def _start_update(self, _: web.Request) -> web.Response:
-        """Begin an update; one that was begun and never finished is forgotten."""
+        """Begin an update, and discard an unfinished one."""
         self._staged = None
         return web.json_response({"message": "weight update started"})
 
@@ -237,26 +237,29 @@ class GenerationServer:
 
 
 class _Pending:
-    """A request under way: what has ended of it and is not taken yet."""
+    """A running request, with its finished completions that were not yet taken."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._left = request.n  # not taken
+        self._left = request.n  # completions not yet taken
         self._ended: asyncio.Queue[Mapping[int, Completion] | Exception] = asyncio.Queue()
 
     def put(self, ended: Mapping[int, Completion] | Exception) -> None:
-        """Completions that have ended, or the error that ends the request."""
+        """Add finished completions, or the error that ends the request."""
         self._ended.put_nowait(ended)
 
     async def all(self) -> dict[int, Completion]:
-        """All completions. Raises what ended the request before."""
+        """Return all completions. Raises the error that ended the request, if any."""
         ended: dict[int, Completion] = {}
         while more := await self.more():
             ended |= more
         return ended
 
     async def more(self) -> dict[int, Completion]:
-        """Completions that have ended since the last call, one at least; those that end a moment after the first come
-        with it. None once there are no more. Raises what ended the request before."""
+        """Return completions that ended since the last call, at least one; empty once all were taken.
+
+        Completions that end within a moment after the first come with it. Raises the error that ended the request, if
+        any.
+        """
         ended: dict[int, Completion] = {}
         if self._left:
             await self._take(ended)
@@ -277,7 +280,7 @@ class _Pending:
 async def _send_parts(
     http: web.Request, pending: _Pending, encoded: Callable[[Mapping[int, Completion]], bytes]
 ) -> web.StreamResponse:
-    """Send completions as they end. What fails before the first one is an error of the request."""
+    """Send completions as they end. An error before the first one becomes an error response."""
     response = web.StreamResponse(headers={"Content-Type": PARTS})
     try:
         while ended := await pending.more():
@@ -349,7 +352,7 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
 
 
 async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str | None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what ended the engine's thread, if that did."""
+    """Serve until SIGTERM or SIGINT. Raises the error that ended the engine thread, if any."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

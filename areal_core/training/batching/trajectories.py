@@ -1,4 +1,4 @@
-"""The trajectories that a rank trains on, read from where they lie."""
+"""Read the trajectories that a rank trains on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from areal_core.types import BatchGroup, GroupPayload
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0  # for a data server that is away, and for it to go on with a response
+_PATIENCE_S = 60.0  # seconds without the data server, or for the next part of its response
 _RETRY_S = 0.2  # between two tries
 
 
 class Trajectories:
-    """Payloads of groups: parts of segments. On the head node a rank reads them in the run's folder. Elsewhere it asks
-    the data server for them. The controller is asked for what is damaged or gone, and has it made again. For one thread
-    at a time."""
+    """Reads payloads of groups, which are parts of segments. Use it from one thread at a time.
+
+    On the head node a rank reads them in the run's folder. On other machines it asks the data server. For damaged or
+    missing payloads it asks the controller, which can have them made again.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.payloads
@@ -31,8 +33,7 @@ class Trajectories:
             self._files = Head(copy["head"], run.token(), timeout_s=_PATIENCE_S).session()
 
     def read(self, group: BatchGroup, sequences: Sequence[int], controller: ControllerClient) -> GroupPayload:
-        """Some sequences of a group, in the order given, and nothing of the others. Raises ProcessError where they
-        can't be had."""
+        """Read the given sequences of a group, in that order. Raises ProcessError if they are not available."""
         try:
             if (files := self._files) is None:
                 return read_group_file(self._folder, group, sequences)
@@ -43,8 +44,10 @@ class Trajectories:
 
 
 def _fetched(files: Session, group: BatchGroup, spans: Sequence[Span]) -> list[bytes]:
-    """Spans of a group's payload, from the head node. Raises StorageError for what it has not, ProcessError where it
-    has been away for too long."""
+    """Fetch spans of a group's payload from the head node.
+
+    Raises StorageError if the head node lacks them, ProcessError if it is away too long.
+    """
     path = f"/payloads/{group.segment}?spans={spans_text(in_segment(group, spans))}"
     deadline = time.monotonic() + _PATIENCE_S
     while True:

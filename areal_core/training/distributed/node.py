@@ -1,20 +1,16 @@
-"""torchrun's agent for one machine's share of the ranks, tied to the run as every other process is.
+"""torchrun's agent for one machine's ranks, tied to the run like every other process.
 
-`areal_core.run.remote_worker` supervises it. It waits for the rendezvous, then starts the ranks, and starts all of them
-again, in step with the agents of the other machines, when one of them fails on any machine: `launch.restarts` times,
-where a rank that ended because it waited for another machine's counts too. It ends with 0 when its ranks have, with
+`areal_core.run.remote_worker` supervises the agent. The agent waits for the rendezvous, then starts the ranks. When a
+rank fails on any machine, the agents of all machines restart all ranks together, `launch.restarts` times. A rank that
+ended while waiting for another machine's rank counts too. The agent exits with 0 when its ranks have ended, and with
 SPENT when they have failed too often.
 
-An agent that leaves does not close the rendezvous for the others, and each has the ranks of its own number.
-
-torchrun closes a rendezvous for good when an agent ends for any reason but a signal, also one that has lost the store
-for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
-rendezvous ends with the run.
-
-torchrun gives ranks out by the order of the machines' addresses. Here machine n has the nth share of them.
-
-Its state is a pickle in a store that takes everybody's writes. So it is signed with the run's token, and none but what
-an agent of this run has written is read.
+This module changes torchrun in three ways:
+- torchrun closes a rendezvous for good when an agent ends without a signal, loses the store or runs out of restarts.
+  Here agents may return or be replaced, so no agent closes the rendezvous. It ends with the run.
+- torchrun numbers ranks by the order of the machines' addresses. Here machine n has the nth block of ranks.
+- The rendezvous state is a pickle in a store that anybody can write. Here agents sign it with the run's token, and
+  read only signed states.
 """
 
 from __future__ import annotations
@@ -52,10 +48,10 @@ from areal_core.training.distributed.ranks import ADDRESS, RENDEZVOUS
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "areal"  # its name among torchrun's
+BACKEND = "areal"  # its name in torchrun
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
-_KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
-_KEEP_ALIVE_MISSED = 6  # heartbeats, and its machine is out of the round; clocks may differ by a few seconds
+_KEEP_ALIVE_S = 5  # seconds between two heartbeats of an agent, stamped with its own clock
+_KEEP_ALIVE_MISSED = 6  # missed heartbeats before a machine leaves the round; clocks may differ by seconds
 _POLL_S = 0.2
 _HAS_SHUTDOWN = "shutdown_timeout" in (field.name for field in dataclasses.fields(LaunchConfig))  # torch 2.11 has none
 
@@ -88,7 +84,7 @@ def main() -> None:
 
 
 def await_rendezvous(run: RunDir, timeout_s: float) -> str:
-    """ "<address>:<port>" of the rendezvous, once it is ready. Raises ProcessError."""
+    """Wait for the rendezvous and return its "<address>:<port>". Raises ProcessError."""
     deadline = time.monotonic() + timeout_s
     while (info := run.ready_info("rendezvous")) is None:
         if time.monotonic() > deadline:
@@ -98,10 +94,10 @@ def await_rendezvous(run: RunDir, timeout_s: float) -> str:
 
 
 def settings(run: RunDir, config: RunConfig, where: str, address: str) -> LaunchConfig:
-    """The settings that torchrun's command line would give."""
+    """Return the settings that torchrun's command line would give."""
     launch = config.launch
-    patience_s = int(launch.stall_timeout_s) + 1  # beyond it the head node ends the run
-    # Before the supervisor kills the agent.
+    patience_s = int(launch.stall_timeout_s) + 1  # after it the head node ends the run
+    # Shorter than the time after which the supervisor kills the agent.
     shutdown: dict[str, Any] = {"shutdown_timeout": int(launch.stop_timeout_s / 2)} if _HAS_SHUTDOWN else {}
     return LaunchConfig(
         min_nodes=config.training.hosts,
@@ -125,14 +121,13 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
 
 
 def _described(error: ChildFailedError) -> str:
-    """Which ranks ended how, on one line."""
+    """Say which ranks ended how, on one line."""
     codes = sorted((rank, failure.exitcode) for rank, failure in error.failures.items())
     return "; ".join(f"rank {rank} {children.how_it_ended(code)}" for rank, code in codes)
 
 
 class OpenRendezvous:
-    """Another handler of torchrun's, which can no longer close the rendezvous, and whose agent is machine `node` of
-    every round."""
+    """Wraps a torchrun handler: its rendezvous can't be closed, and its agent is always machine `node`."""
 
     def __init__(self, handler: RendezvousHandler, node: int) -> None:
         self._handler = handler
@@ -145,24 +140,26 @@ class OpenRendezvous:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousStateError where another machine has this one's number."""
+        """Join the next round. Raises RendezvousStateError if another machine has the same number."""
         found = self._handler.next_rendezvous()
-        if found.store.add(f"machine/{self._node}", 1) > 1:  # its store is of this round alone
+        if found.store.add(f"machine/{self._node}", 1) > 1:  # this store belongs to the current round
             raise RendezvousStateError(f"--node: two machines say that they are number {self._node}")
         assert found.bootstrap_store_info is not None
         return RendezvousInfo(found.store, self._node, found.world_size, found.bootstrap_store_info)
 
     def set_closed(self) -> None:
-        """Does nothing: the others go on."""
+        """Do nothing: the other agents continue."""
 
     def shutdown(self) -> bool:
-        """Does nothing: the heartbeats end with this process, which tells the others that it has left."""
+        """Do nothing: this process's heartbeats end with it, so the others see that it has left."""
         return True
 
 
 class SignedBackend(RendezvousBackend):
-    """Another backend, whose state carries a signature before it is read. Raises RendezvousStateError for one that
-    nobody with the `key` has written."""
+    """Wraps a backend and signs its state, so that only trusted states are unpickled.
+
+    Raises RendezvousStateError for a state not signed with `key`.
+    """
 
     def __init__(self, backend: RendezvousBackend, key: str) -> None:
         self._backend = backend
@@ -191,15 +188,17 @@ class SignedBackend(RendezvousBackend):
 
 
 def register(key: str, node: int) -> None:
-    """Make BACKEND known to torchrun, in this process; `key` is the run's token, `node` the number of this machine
-    among those that train."""
+    """Register BACKEND with torchrun in this process.
+
+    `key` is the run's token, `node` this machine's number among the training machines.
+    """
 
     def opened(parameters: RendezvousParameters) -> Any:
         backend, store = create_backend(parameters)
         return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters), node)
 
-    # Where agents share their store with the ranks, one that stays gives the next round its port of the last one, at
-    # which a new agent waits in vain.
+    # If agents shared their store with the ranks, a surviving agent would give the next round its old port, where a
+    # new agent would wait in vain.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, opened)
 

@@ -1,8 +1,8 @@
 """The ranks of a data-parallel group: their rendezvous and their collectives.
 
-The rendezvous is a store: a file where all ranks are on one machine, the rendezvous process beside the controller where
-they are on several (`rendezvous_of_ranks`). No rank hosts it, so that it outlives any rank that hangs or dies, and the
-others can find out there which one is missing.
+The rendezvous is a store. On one machine it is a file, on several it is the rendezvous process beside the controller
+(`rendezvous_of_ranks`). No rank hosts it, so it outlives ranks that hang or die. The other ranks can then find out
+which one is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # first imported beside a group, its defaults would keep that group for ever
+import torch.distributed.nn.functional  # imported first beside a group, its defaults would keep that group alive
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks on several machines
-ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for error messages
-_JOIN_S = 120.0  # for all ranks of a group to join
-_LOOK_S = 0.01  # at least, between two looks whether all ranks are there
-_GRACE_S = 3.0  # for the other ranks to report that a collective failed
+ADDRESS = "AREAL_ADDRESS"  # of a rank's machine, for error messages
+_JOIN_S = 120.0  # seconds for all ranks of a group to join
+_LOOK_S = 0.01  # minimum seconds between two checks for missing ranks
+_GRACE_S = 3.0  # seconds for the other ranks to report a failed collective
 
 
 def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | str:
-    """The rendezvous of ranks that were started together: "<address>:<port>/<name>" of a store, or a file in `folder`.
+    """Return the rendezvous of ranks: "<address>:<port>/<name>" of a store, or a file in `folder`.
 
-    torchrun finds a free port for every round of ranks. Nothing listens on it; it gives the round its name.
+    torchrun finds a free port for every round of ranks. Nothing listens on it, but it names the round.
     """
     if store := environment.get(RENDEZVOUS):
         return f"{store}/{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
@@ -48,12 +48,14 @@ def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | 
 
 
 class RankGroup:
-    """This rank among `size` ranks. All methods are collective: every rank calls them, in the same order.
+    """This rank among `size` ranks. All methods are collective: every rank calls them in the same order.
 
     Ranks find each other at `rendezvous` (see `rendezvous_of_ranks`), which must not be left over from an earlier
-    group; every wait for another rank is bounded by `timeout_s`, the first one by `join_s`. A group of one needs
-    neither. `backend` is torch.distributed's: tensors on GPUs need "cpu:gloo,cuda:nccl", and a GPU for each rank.
-    Raises ProcessError that names the ranks which did not join.
+    group. `timeout_s` bounds every wait for another rank, and `join_s` the first one. A group of one needs none of
+    these.
+
+    `backend` is torch.distributed's: tensors on GPUs need "cpu:gloo,cuda:nccl" and a GPU for each rank. Raises
+    ProcessError naming the ranks that did not join.
     """
 
     def __init__(
@@ -90,13 +92,15 @@ class RankGroup:
         self._reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum over ranks, elementwise."""
+        """Return the elementwise sum over ranks."""
         self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.SUM)
         return values
 
     def meet(self, patience_s: float) -> None:
-        """Wait until every rank is here; one may be held up for `patience_s`, by a store that is away, beyond what a
-        collective waits."""
+        """Wait until every rank is here, up to `patience_s` longer than a collective waits.
+
+        A store that is away may delay a rank so long. Raises ProcessError naming the ranks that did not come.
+        """
         if self.size == 1:
             return
         self._meetings += 1
@@ -111,12 +115,12 @@ class RankGroup:
             raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The largest over ranks, elementwise."""
+        """Return the elementwise maximum over ranks."""
         self._reduce(torch.from_numpy(values := values.copy()), dist.ReduceOp.MAX)
         return values
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks, in their order. They are pickled."""
+        """Return the values of all ranks in rank order. They are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -126,14 +130,16 @@ class RankGroup:
         return values
 
     def close(self) -> None:
-        """Leave the group. Nothing may refer to it then: its threads end with it, and one that still frees a tensor as
-        the interpreter exits crashes the process."""
+        """Leave the group. Nothing may refer to the group then.
+
+        Its threads must end here: a thread that frees a tensor while the interpreter exits crashes the process.
+        """
         if self.size > 1:
             dist.destroy_process_group()
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """For collectives that other code calls: where one of gloo's fails, the error names the missing rank."""
+        """Context manager that adds the missing rank to errors of other code's gloo collectives."""
         try:
             yield
         except RuntimeError as error:
@@ -147,11 +153,11 @@ class RankGroup:
         self._collectives += 1
         try:
             dist.all_reduce(tensor, operation)
-        except RuntimeError as error:  # gloo's for a timeout, and for a connection that another rank closed by ending
+        except RuntimeError as error:  # gloo: a timeout, or another rank ended and closed its connection
             raise ProcessError(self._who_is_missing(one_line(error))) from error
 
     def _who_is_missing(self, error: str) -> str:
-        """The error message. A rank whose collective failed posts that in the store; those that don't are missing."""
+        """Compose the error message. Ranks whose collective failed post that in the store; the others are missing."""
         number = self._collectives
         posts = [f"stopped/{number}/{rank}" for rank in range(self.size)]
 
@@ -160,7 +166,7 @@ class RankGroup:
             try:
                 self._store.wait(posts, timedelta(seconds=_GRACE_S))
                 return f"the connection between ranks broke in all_reduce {number}: {error}"
-            except RuntimeError:  # DistStoreError: not all are there
+            except RuntimeError:  # DistStoreError: some posts are missing
                 return f"{self._named(posts)} did not reach all_reduce {number} {bound}"
 
         timed_out = "timed out" in error.lower()
@@ -182,12 +188,12 @@ class RankGroup:
             raise ProcessError(f"rank {missing} did not join the rendezvous within {join_s:g} s") from error
 
     def _named(self, posts: Sequence[str]) -> str:
-        """The ranks whose post is missing, and their hosts."""
+        """Return the ranks whose post is missing, with their hosts."""
         hosts = {rank: self._store.get(f"host/{rank}").decode() for rank in self._missing(posts)}
         return ", ".join(f"rank {rank} (host {host})" for rank, host in hosts.items())
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
-        """Ranks whose key, one a rank, is not there."""
+        """Return the ranks whose key is missing. `keys` has one for each rank."""
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
 
@@ -204,8 +210,10 @@ def _store(rendezvous: Path | str, size: int, join_s: float) -> Store:
 
 
 def _bounded(look: Callable[[], str]) -> str | None:
-    """What `look` returns; None if it fails or takes too long: a store on a machine that was cut off never responds,
-    and its client has no timeout."""
+    """Return the result of `look`; None if it fails or takes too long.
+
+    A store on a disconnected machine never responds, and its client has no timeout.
+    """
     found: list[str] = []
 
     def try_to() -> None:

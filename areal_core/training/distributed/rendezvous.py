@@ -1,6 +1,6 @@
-"""The rendezvous of ranks on several machines: a store, beside the controller, that outlives each of those machines.
+"""The rendezvous process of ranks on several machines: a store that outlives those machines.
 
-torchrun's agents agree there on who takes part in a round, and the ranks find each other and report which are missing.
+torchrun's agents agree there on the members of a round. The ranks find each other there and report missing ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # else it would listen on all interfaces
+        master_listen_fd=listening.detach(),  # otherwise it would listen on all interfaces
     )
     process.announce_ready(arguments.ready_file, f"tcp://{arguments.address}:{store.port}")
     while True:

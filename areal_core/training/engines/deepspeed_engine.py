@@ -1,7 +1,8 @@
-"""The DeepSpeed engine: optimiser state, gradient and weights are partitioned over ranks (ZeRO, arXiv 1910.02054).
+"""The DeepSpeed engine: partitions training state over ranks (ZeRO, arXiv 1910.02054).
 
-Stage 0 partitions nothing; 1 the optimiser's state, float32 weights among it; 2 the gradient too; 3 also the weights
-that passes read, which are gathered one layer at a time. Nothing of DeepSpeed's that would have to be compiled is used.
+Stage 0 partitions nothing. Stage 1 partitions the optimiser's state, including the float32 weights. Stage 2 also
+partitions the gradient. Stage 3 also partitions the model weights for passes, and gathers them layer by layer. The
+engine uses no DeepSpeed operator that needs compilation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from areal_core.training.model.forward import PolicyModule
 from areal_core.types import Float32Array
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as deepspeed is imported
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed reads it at import
 import deepspeed
 import deepspeed.ops
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -40,16 +41,16 @@ from deepspeed.utils import (
 if TYPE_CHECKING:
     from areal_core.training.model.transformers_policy import TransformersPolicy
 
-_BUCKET = 500_000_000  # most elements that are reduced or gathered at once
+_BUCKET = 500_000_000  # largest number of elements reduced or gathered at once
 
 
 class DeepSpeedEngine(PolicyEngine):
-    """Every pass is collective, also for a rank that has no micro-batch left.
+    """A training engine whose passes are collective, even for a rank with no micro-batch left.
 
-    training.dtype=bfloat16 is the precision of passes and of one micro-batch's gradient. Micro-batches are added up in
-    float32, ranks are summed in float32, and weights and moments behind the passes are float32. DeepSpeed (0.19.8) has
-    no such sum at stage 0, where it therefore has the float32 weights alone, and each layer rounds its own as it runs;
-    at stage 1 every rank has the whole float32 gradient.
+    training.dtype=bfloat16 is the precision of passes and of one micro-batch's gradient. Sums over micro-batches and
+    ranks are float32, and so are the optimiser's weights and moments. DeepSpeed (0.19.8) has no such sum at stage 0.
+    There the engine keeps only float32 weights, and each layer rounds its weights as it runs. At stage 1 every rank has
+    the whole float32 gradient.
     """
 
     lockstep = True
@@ -57,9 +58,9 @@ class DeepSpeedEngine(PolicyEngine):
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         training = self.training
         self._stage = training.zero_stage
-        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
+        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps model weights in two precisions
         module = self._module(weights, frozen)
-        self._parameters = {name: module.named_weights[name] for name in self.shapes}  # that are trained
+        self._parameters = {name: module.named_weights[name] for name in self.shapes}  # the trained ones
         self._optimiser = torch.optim.AdamW(
             self._parameters.values(),
             betas=(training.beta1, training.beta2),
@@ -75,7 +76,7 @@ class DeepSpeedEngine(PolicyEngine):
             for name, parameter in self._parameters.items():
                 self._put(parameter, WEIGHT, weights[name].float())
         self._before: list[Tensor] = []
-        self._change = 0.0  # sum of squares of the change of this rank's weights by an update
+        self._change = 0.0  # sum of squares of an update's change of this rank's weights
         self._optimiser.register_step_pre_hook(self._remember)
         self._optimiser.register_step_post_hook(self._measure)
 
@@ -85,14 +86,14 @@ class DeepSpeedEngine(PolicyEngine):
         return self._engine(packed)
 
     def start_gradient(self) -> None:
-        """Nothing to do: the last one was zeroed with its update."""
+        """Do nothing: the last update zeroed the gradient."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.ranks.size)  # DeepSpeed takes the mean over ranks
 
     def reduce_gradient(self) -> float:
-        """The sum itself is part of the last backward pass."""
+        """Return the norm only; the last backward pass has summed the gradient."""
         return math.sqrt(self._over_ranks(sum_of_squares(self._gradient())))
 
     def apply_gradient(self, rate: float, norm: float) -> float:
@@ -100,15 +101,15 @@ class DeepSpeedEngine(PolicyEngine):
         for part in self._parts():
             self._optimiser.state[part]["step"].fill_(self.updates)
         self._change = 0.0
-        for part in self._gradient():  # DeepSpeed would clip by a float32 sum of all squares
+        for part in self._gradient():  # clipped here, because DeepSpeed would use a float32 sum of squares
             part.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
         self._engine.step()
         return math.sqrt(self._over_ranks(self._change))
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- state and weights -------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, tuple[int, int]]:
-        """All ranks hold the weights up to stage 2, and the moments at stage 0."""
+        """Return this rank's parts. Every rank has whole weights up to stage 2, and whole moments at stage 0."""
         kinds = {0: (), 3: (WEIGHT, *MOMENTS)}.get(self._stage, MOMENTS)
         return {
             f"{kind}/{name}": self._part(parameter) for kind in kinds for name, parameter in self._parameters.items()
@@ -116,7 +117,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
         if self._stage == 3:
-            self._engine.empty_partition_cache()  # layers that were gathered ahead would keep their old weights
+            self._engine.empty_partition_cache()  # layers gathered ahead would keep their old weights
         for name, parameter in self._parameters.items():
             self._put(parameter, kind, values[name])
 
@@ -125,7 +126,7 @@ class DeepSpeedEngine(PolicyEngine):
             yield name, self._whole(parameter, WEIGHT) if self._stage == 3 else parameter.detach()
 
     def held(self, kind: str) -> dict[str, Float32Array]:
-        """One tensor at a time; empty on ranks other than 0."""
+        """Copy one tensor at a time; empty on ranks other than 0."""
         arrays: dict[str, Float32Array] = {}
         for name, parameter in self._parameters.items():
             whole = self._whole(parameter, kind)
@@ -134,7 +135,7 @@ class DeepSpeedEngine(PolicyEngine):
         return arrays
 
     def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """Collective where it is partitioned. float32, of the model's shape."""
+        """Collective if the tensor is partitioned. Return a weight or moment in float32, in the model's shape."""
         if kind == WEIGHT and self._stage < 3 and not self._mixed:
             return parameter.detach()
         if kind != WEIGHT and self._stage == 0:
@@ -148,7 +149,7 @@ class DeepSpeedEngine(PolicyEngine):
     def _put(self, parameter: Any, kind: str, values: Tensor) -> None:
         """Overwrite this rank's part of a weight, in all its precisions, or of a moment."""
         values = values.to(self.device)
-        if self._stage == 3:  # the last parts are padded with zeros
+        if self._stage == 3:  # DeepSpeed pads the last parts with zeros
             part = self._own(parameter, values)
             part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
             if kind == WEIGHT:
@@ -158,39 +159,42 @@ class DeepSpeedEngine(PolicyEngine):
                 safe_set_local_optimizer_state(parameter, part, kind)
         elif kind == WEIGHT:
             parameter.data.copy_(values)
-            safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
+            safe_set_full_fp32_param(parameter, values)  # has no effect at stage 0
         elif self._stage == 0:
             self._optimiser.state[parameter][kind].copy_(values)
         elif (mapping := parameter._hp_mapping) is not None:
             mapping.get_hp_fragment(kind).copy_(self._own(parameter, values))
 
     def _part(self, parameter: Any) -> tuple[int, int]:
-        """Elements of a parameter, or of its moments, that this rank holds where they are partitioned. At stage 3 every
-        rank has an equal part of each parameter, before that of all of them, end to end."""
+        """Return the range of elements of a partitioned parameter, or of its moments, on this rank.
+
+        At stage 3 every rank has an equal part of each parameter. At lower stages all parameters are partitioned end to
+        end.
+        """
         if self._stage == 3:
             size, there = parameter.ds_tensor.numel(), parameter.ds_numel
             return min(size * self.ranks.rank, there), min(size * (self.ranks.rank + 1), there)
-        if (mapping := parameter._hp_mapping) is None:  # what this rank's optimiser holds of it: nothing
+        if (mapping := parameter._hp_mapping) is None:  # this rank's optimiser has nothing of it
             return 0, 0
         address = mapping.lp_fragment_address
         return address.start, address.start + address.numel
 
     def _own(self, parameter: Any, values: Tensor) -> Tensor:
-        """This rank's part of values, flat, which are whole or no more than that."""
+        """Return this rank's part of `values`, flat. `values` are whole or already that part."""
         start, stop = self._part(parameter)
         flat = values.flatten()
         return flat if len(flat) == stop - start else flat[start:stop]
 
-    # -- what DeepSpeed has on this rank -----------------------------------------------------------------------
+    # -- this rank's parts in DeepSpeed ------------------------------------------------------------------------
 
     def _parts(self) -> list[Tensor]:
-        """The float32 weights that the optimiser of this rank steps: flat parts of the model, or at stage 0 all."""
+        """Return the float32 weights of this rank's optimiser: flat parts of the model, or at stage 0 all."""
         if self._stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [part for group in self._optimiser.param_groups for part in group["params"]]
 
     def _gradient(self) -> Iterable[Tensor]:
-        """The sum over ranks after the last backward pass of a minibatch: of this rank's part, or at stage 0 of all."""
+        """Return the gradient of a minibatch, summed over ranks: this rank's part, or at stage 0 all."""
         optimizer = self._engine.optimizer
         if self._stage == 0:
             return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
@@ -199,11 +203,11 @@ class DeepSpeedEngine(PolicyEngine):
         return [part for parts in optimizer.averaged_gradients.values() for part in parts]
 
     def _over_ranks(self, squares: float) -> float:
-        """The sum of squares over the whole model, from that over this rank's part."""
+        """Return the sum of squares over the whole model, from that of this rank's part."""
         return float(self.all_reduce_sum(np.array([squares]))[0]) if self._stage else squares
 
     def _remember(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
-        """At stage 3 the optimiser steps through this rank's parts one after another."""
+        """Keep copies before an update. At stage 3 the optimiser steps through this rank's parts one after another."""
         self._before = [part.detach().clone() for group in optimiser.param_groups for part in group["params"]]
 
     def _measure(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
@@ -236,12 +240,12 @@ class DeepSpeedEngine(PolicyEngine):
         return module
 
     def _wrapped(self, module: PolicyModule | TransformersPolicy) -> Any:
-        """DeepSpeed's engine around the module."""
+        """Wrap the module in DeepSpeed's engine."""
         settings = self._settings()
         _start(self.device)
         if self._mixed:
             module.to(module.dtype)
-        if self._stage == 3:  # one parameter at a time, so that no device ever holds them all
+        if self._stage == 3:  # one parameter at a time: no device ever holds all of them
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=self._optimiser, config=settings, dist_init_required=False
@@ -251,7 +255,7 @@ class DeepSpeedEngine(PolicyEngine):
     def _settings(self) -> dict[str, Any]:
         bucket = min(_BUCKET, self.spec.parameters)
         settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # a formality: DeepSpeed cuts no batches here
+            "train_micro_batch_size_per_gpu": 1,  # required, but unused: DeepSpeed cuts no batches here
             "gradient_clipping": 0.0,
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
@@ -261,7 +265,7 @@ class DeepSpeedEngine(PolicyEngine):
                 "overlap_comm": self.device.type == "cuda",
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
-                "stage3_param_persistence_threshold": 0,  # small parameters come with the rest of their layer
+                "stage3_param_persistence_threshold": 0,  # gather small parameters with their layer
             },
         }
         if self._mixed:
@@ -273,16 +277,16 @@ class DeepSpeedEngine(PolicyEngine):
             moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in MOMENTS}
             self._optimiser.state[part] = {"step": torch.zeros((), device=part.device), **moments}
         if self._stage in (1, 2):
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # else not before the first step
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # by default at the first step
 
 
 def _start(device: torch.device) -> None:
-    """Set up what DeepSpeed needs of its process: a process group, even of one rank, and a local rank."""
+    """Set up the process for DeepSpeed, which needs a process group, even of one rank, and a local rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names of collectives
-    # No operator of its own is there to be used: one for collectives would be compiled at once.
+    # Offer none of DeepSpeed's operators: it would compile one for collectives at once.
     deepspeed.ops.__compatible_ops__ = {}  # type: ignore[attr-defined]
-    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own GPU alone
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees only its own GPU
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]

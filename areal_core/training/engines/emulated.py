@@ -1,7 +1,7 @@
-"""The emulated training engine: steps that take the time of accelerators, and leave the weights as they are.
+"""The emulated training engine: takes the time of accelerators and leaves model weights unchanged.
 
 One process stands for all training accelerators, which share a batch without overhead. Losses, gradients and entropies
-are zero, since there are none.
+are zero.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.types import Float32Array
 
-_LOGPROB = -0.1  # nats, of every token: the same as the emulated generation engine's
+_LOGPROB = -0.1  # nats, of every token; the emulated generation engine has the same
 
 
 class EmulatedTrainingEngine:
-    """`engines.engine.TrainingEngine` in the time of the accelerators that the training devices stand for.
+    """A `TrainingEngine` that takes the time of the emulated training accelerators.
 
-    Where the same accelerators generate, every step has to change them over and back. With mode=sync nothing is
-    generated while a batch's last rewards are computed, which so are part of every step."""
+    If the same accelerators also generate, every step includes two switches between the roles. With mode=sync a step
+    also includes the batch's last rewards, because nothing is generated meanwhile.
+    """
 
     def __init__(self, config: RunConfig, weights: Mapping[str, Float32Array], pace: Pace | None = None) -> None:
         emulation = config.emulation
@@ -82,5 +83,5 @@ class EmulatedTrainingEngine:
         self._updates = state.scalars["updates"]
 
     def _lengths(self, batch: TrainingBatch, members: Sequence[int]) -> list[int]:
-        """Lengths of some of the sequences, prompt and completion, in real tokens."""
+        """Return lengths of some of the sequences, prompt and completion, in real tokens."""
         return (batch.lengths[list(members)].astype(np.int64) * self._scale).tolist()

@@ -1,6 +1,6 @@
 """The protocol of training engines, and the records that they exchange with the trainer.
 
-No torch here: a batch is numpy arrays, so that any engine can implement the protocol.
+This module does not use torch. A batch is numpy arrays, so that any engine can implement the protocol.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
 def loss_weights(
     mean: str, loss_tokens: NDArray[Any], of_unit: NDArray[Any], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The mean of AlgorithmConfig.loss_mean over sequences of so many loss tokens, [N], that belong to units of so
-    many, [N]: the weight of each loss token of a sequence, and what the sequence contributes to the loss denominator, 0
-    exactly without loss tokens. A unit is a rollout, or each of its sequences (AlgorithmConfig.loss_unit).
+    """Return token weight and denominator term of each of N sequences, for AlgorithmConfig.loss_mean.
 
-    - token: over all loss tokens alike; a long unit counts for more than a short one (AReaL, DAPO).
-    - sequence: over units, of the mean over their loss tokens; a token of a long one counts for less (GRPO).
-    - constant: the sum over loss tokens, divided by units times `limit`, the most tokens that a sequence may have; a
-      token counts the same whatever the lengths are (Dr. GRPO).
+    `loss_tokens` and `of_unit` are [N]: loss tokens of the sequence and of its unit. A unit is a rollout or a sequence
+    (AlgorithmConfig.loss_unit). Token weights apply to each loss token. Denominator terms sum to the loss denominator,
+    and are exactly 0 without loss tokens. `limit` is the largest number of tokens of a sequence.
+
+    - token: the mean over all loss tokens, so a long unit counts more than a short one (AReaL, DAPO).
+    - sequence: the mean over units of the mean over their loss tokens, so a token of a long unit counts less (GRPO).
+    - constant: the sum over loss tokens, divided by units times `limit`. All tokens count the same (Dr. GRPO).
     """
-    share = loss_tokens / np.maximum(of_unit, 1)  # of its unit
+    share = loss_tokens / np.maximum(of_unit, 1)  # of the sequence in its unit
     if mean == "sequence":
         return 1.0 / np.maximum(of_unit, 1), share
     return np.ones(len(loss_tokens)), limit * share if mean == "constant" else loss_tokens.astype(np.float64)
@@ -39,28 +40,30 @@ def loss_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One rank's share of the batch of one step: N sequences, prompt and completion, laid end to end in S tokens;
-    packed into micro-batches as it is made, which may be long before it is trained on. A completion here is all that
-    follows a sequence's prompt, the environment's messages included."""
+    """One rank's share of a step's batch: N sequences laid end to end in S tokens, in micro-batches.
 
-    step: int  # trains on policy version step - 1
+    Packing happens at construction, which may be long before training. A completion here is everything after a
+    sequence's prompt, including the environment's messages.
+    """
+
+    step: int  # the step trains on policy version step - 1
     tokens: Int32Array  # [S]
-    lengths: Int32Array  # [N] tokens of a sequence, prompt and completion
+    lengths: Int32Array  # [N] tokens of each sequence, prompt and completion
     prompt_lengths: Int32Array  # [N]
-    loss_mask: BoolArray  # [S] tokens that the model sampled and that count; never the prompt's
+    loss_mask: BoolArray  # [S] sampled tokens that count in the loss; never the prompt's
     behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
-    advantages: Float32Array  # [S] of the token's rollout, or part of it; 0 in prompts
-    weights: Float32Array  # [S] of the token's term in the loss, see algorithm.losses; 0 in prompts
-    denominator_terms: NDArray[np.float64]  # [N] what each sequence contributes to the loss denominator
-    regularised: bool = False  # completions without an advantage have a gradient too
-    prompts: Int32Array | None = None  # [N] those that have the same share its computation; None: none do
+    advantages: Float32Array  # [S] of the token's rollout or part of a rollout; 0 in prompts
+    weights: Float32Array  # [S] token weights in the loss, see algorithm.losses; 0 in prompts
+    denominator_terms: NDArray[np.float64]  # [N] terms of the loss denominator
+    regularised: bool = False  # completions without an advantage also have a gradient
+    prompts: Int32Array | None = None  # [N] equal numbers share a prompt's computation; None: no sharing
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
     capacity: int  # C of Algorithm 1: tokens of a micro-batch
     microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
-    # Of each minibatch: those of its sequences that have a gradient.
+    # For each minibatch: its sequences that have a gradient.
     later: tuple[Packed, ...] = field(init=False, repr=False, compare=False)
-    # Those of all minibatches but the first, packed together: for passes without an update.
+    # Those sequences of all minibatches but the first, for passes without an update.
 
     def __post_init__(self) -> None:
         has_gradient = self.has_gradient
@@ -69,9 +72,9 @@ class TrainingBatch:
         object.__setattr__(self, "later", self.cut([index for members in trained[1:] for index in members]))
 
     def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
-        """Some of the sequences, packed into micro-batches (Algorithm 1).
+        """Pack some of the sequences into micro-batches (Algorithm 1).
 
-        Raises ConfigError for a sequence that is longer than `capacity`.
+        Raises ConfigError for a sequence longer than `capacity`.
         """
         laid = self.tokens, self.lengths, self.prompt_lengths
         if self.prompts is None:
@@ -90,22 +93,22 @@ class TrainingBatch:
 
     @property
     def loss_tokens(self) -> list[int]:
-        """Loss tokens of this rank's share of each minibatch."""
+        """Number of loss tokens of this rank's share of each minibatch."""
         counts = self._count(self.loss_mask)
         return [int(counts[list(members)].sum()) for members in self.minibatches]
 
     @property
     def denominators(self) -> list[float]:
-        """What this rank's share of each minibatch contributes to its loss denominator; 0 without loss tokens."""
+        """This rank's part of each minibatch's loss denominator; 0 without loss tokens."""
         return [float(self.denominator_terms[list(members)].sum()) for members in self.minibatches]
 
     @property
     def has_gradient(self) -> BoolArray:
-        """[N] whether a sequence has a gradient: some loss token has an advantage other than 0, or is regularised."""
+        """[N] whether a sequence has a gradient: some loss token has a non-zero advantage or is regularised."""
         return self._count(self.loss_mask & ((self.advantages != 0) | self.regularised)) > 0
 
     def _count(self, marked: BoolArray) -> NDArray[np.int64]:
-        """[N] marked tokens of each sequence."""
+        """[N] number of marked tokens of each sequence."""
         ends = np.cumsum(self.lengths)
         total = np.concatenate(([0], np.cumsum(marked)))
         return total[ends] - total[ends - self.lengths]
@@ -113,18 +116,21 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of completions that
-    have a gradient: the others, those without an advantage, are in no pass. Defaults are for a step without passes."""
+    """Statistics of one training step over all ranks.
+
+    Unless noted, means are over loss tokens of completions that have a gradient. Completions without a gradient are in
+    no pass. Defaults are for a step without passes.
+    """
 
     loss: float = 0.0  # mean over minibatches
     grad_norm: float = 0.0  # before clipping, mean over minibatches
-    update_norm: float = 0.0  # of the change of the weights by an optimiser update, mean over minibatches
+    update_norm: float = 0.0  # norm of an update's change of the weights, mean over minibatches
     learning_rate: float  # of the last update
     updates: int  # minibatches that had loss tokens
     loss_tokens: int
-    trained_tokens: int = 0  # of these, the ones of completions that have a gradient
-    train_inference_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
-    metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by the names of their curves
+    trained_tokens: int = 0  # loss tokens of completions that have a gradient
+    train_inference_kl: float | None = None  # k3, nats a token; None: no token is of the version trained on
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by curve name
 
     @property
     def curves(self) -> dict[str, float]:
@@ -142,68 +148,71 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """All that an engine's next steps depend on; the same on every rank."""
+    """Everything that an engine's next steps depend on; the same on every rank."""
 
-    arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG; parts of them are flat
-    scalars: dict[str, Any]  # numbers, text and groups of them, fit for JSON
-    # Of whole arrays, where parts of them may be here.
+    arrays: dict[str, NDArray[Any]]  # model weights, optimiser moments, RNG; parts of arrays are flat
+    scalars: dict[str, Any]  # values that JSON can hold
+    # Shapes of whole arrays, if `arrays` holds only parts.
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 class TrainingEngine(Protocol):
-    """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
+    """One rank of a data-parallel group. Every rank must call collective methods, in the same order."""
 
     def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. pi_prox of all minibatches but the first: log-probability of completion tokens under the
-        current weights, nats. [S]; 0 in prompts, in completions without a gradient, and in the first minibatch, whose
-        own pass in `train_step` is under the same weights.
+        """Collective. Recompute pi_prox: log-probabilities of completion tokens under the current weights, nats. [S].
 
-        Raises DivergenceError, on every rank, when one is not finite.
+        The result is 0 in prompts, in completions without a gradient, and in the first minibatch. For the first
+        minibatch the pass in `train_step` gives pi_prox, under the same weights. Raises DivergenceError on every rank
+        if any value is not finite.
         """
         ...
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
-        """Collective. All PPO minibatches of the batch, an optimiser update each.
+        """Collective. Train on all PPO minibatches of the batch, with one optimiser update each.
 
-        `proximal` is what `proximal_logprobs` gave for this batch; it is ignored for the first minibatch, where
-        pi_prox is pi_theta before the update. None where the objective takes none, and where pi_behav stands in for it,
-        as nothing is stale.
-        Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite.
+        `proximal` is the result of `proximal_logprobs` for this batch. The first minibatch ignores it, because there
+        pi_prox is pi_theta before the update. `proximal` is None if the objective uses none, or if no token is stale
+        and pi_behav replaces it. Raises DivergenceError on every rank, before the model weights change, if a gradient
+        is not finite.
         """
         ...
 
     def train_inference_kl(
         self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int
     ) -> tuple[float, int]:
-        """How far generator and trainer disagree on the same weights: (sum of k3 in nats, tokens), over loss tokens
-        that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
+        """Measure the train/inference KL on the same model weights: (sum of k3 in nats, number of tokens).
+
+        It covers loss tokens sampled by `version`, in the first of this rank's sequences that have any. `weights` are
+        that version's model weights.
+        """
         ...
 
     def compute_s(self) -> float:
-        """Seconds that this rank spent in passes over the model and in the optimiser since the last call."""
+        """Return the seconds that this rank spent in model passes and in the optimiser since the last call."""
         ...
 
     def weights(self) -> dict[str, Float32Array]:
-        """Collective. A copy of the weights, by their names in transformers; on ranks other than 0 it may be empty."""
+        """Collective. Copy the trained weights, named as in transformers; ranks above 0 may return none."""
         ...
 
     def served(self) -> dict[str, NDArray[Any]]:
-        """As `weights`, in the dtype that servers load, bfloat16 as uint16. It stays as it is until the next call but
-        one."""
+        """Collective. Return `weights` in the dtype that servers load, with bfloat16 as uint16.
+
+        The arrays do not change until the next call but one.
+        """
         ...
 
     def state(self) -> EngineState:
-        """Collective. A copy of the state, to be saved; on ranks other than 0 it may be empty."""
+        """Collective. Return a copy of the state for a checkpoint; on ranks other than 0 it may be empty."""
         ...
 
     def parts(self) -> Mapping[str, tuple[int, int]]:
-        """Of arrays of a saved state that this rank holds no more than a part of: the elements, flat, from the first up
-        to the second number."""
+        """Return this rank's flat element range [first, second) of each saved array that it has only in part."""
         ...
 
     def load_state(self, state: EngineState) -> None:
-        """Go on from a saved state, whose arrays are whole or such parts. Raises ModelError when it is of another
-        model."""
+        """Continue from a saved state of whole arrays or this rank's parts. Raises ModelError for another model."""
         ...
 
 
@@ -221,10 +230,10 @@ def build_batch(
     """Lay out one rank's sequences for training.
 
     - shares: this rank's parts of groups, by minibatch, from `partition.shard`.
-    - payloads: by group, its sequences that are in such a part.
+    - payloads: by group, the sequences in these parts.
     - credits: the advantages of each group of the global batch.
-    - algorithm: which rollouts count, and how; the default one without it.
-    - max_new_tokens: the limit of a completion, which loss_mean=constant divides by.
+    - algorithm: configures masks and the mean of the loss; None means the defaults.
+    - max_new_tokens: the limit of a completion, a divisor in loss_mean=constant.
     - share_prompts: compute a prompt once for all sequences of a group that begin with it.
     """
     algorithm = algorithm or AlgorithmConfig()
@@ -282,7 +291,7 @@ def build_batch(
 
 
 def _of_tokens(credit: Credit, sequences: Sequence[int]) -> NDArray[np.float64]:
-    """The advantage of every token of some of a group's sequences, which ascend, after their prompts."""
+    """Return the advantage of every completion token of the given sequences of a group, which ascend."""
     chosen = np.isin(credit.sequences, sequences)
     return np.repeat(credit.advantages[chosen], credit.tokens[chosen])
 

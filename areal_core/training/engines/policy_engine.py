@@ -1,4 +1,4 @@
-"""A training step as passes over micro-batches, whatever holds weights, gradient and optimiser."""
+"""A training step as passes over micro-batches: the base class of engines."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from areal_core.types import Float32Array
 if TYPE_CHECKING:
     from areal_core.training.model.transformers_policy import TransformersPolicy
 
-_MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
+_MISMATCH_SEQUENCES = 16  # a sample suffices to detect a disagreement between the engines
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # kinds of arrays in a saved state
-_SUMMED = 2**12  # squares that are added up in float32
+_SUMMED = 2**12  # number of squares summed in float32
 
 
 def learning_rate(peak: float, warmup_steps: int, update: int) -> float:
-    """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then `peak`."""
+    """Rate of optimiser update 0, 1, ...: a linear warm-up to `peak` in `warmup_steps` updates."""
     return peak * min(1.0, (update + 1) / max(1, warmup_steps))
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    """The sum of the squares of all elements: in float32 over short rows, in float64 over the rows.
+    """Sum the squares of all elements: in float32 over short rows, in float64 over the rows.
 
-    One float32 sum on a CPU stops growing: the norm of 494M elements comes out 8 % short."""
+    One float32 sum on a CPU stops growing: the norm of 494M elements would be 8 % too small.
+    """
     rows: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.detach().flatten()
@@ -62,13 +63,13 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 class PolicyEngine(ABC):
-    """The part of `engines.engine.TrainingEngine` that engines share; they differ in the abstract methods here.
+    """Base class of `engines.engine.TrainingEngine`s; subclasses implement the abstract methods.
 
-    The policy is the distribution that tokens are sampled from, at the sampling `temperature`. With `lockstep` a pass
-    over the model is collective: a rank that has fewer micro-batches than another makes up for it with idle ones.
+    The policy is the distribution that tokens are sampled from, at the sampling `temperature`. With `lockstep`, model
+    passes are collective: a rank with fewer micro-batches than others adds idle ones.
 
-    With `training.lora` what is trained, saved and published is an adapter; the weights are frozen: without gradient
-    and optimiser, and in the dtype of passes alone.
+    With `training.lora` the engine trains, saves and publishes an adapter. The model weights are frozen: they have no
+    gradient and no optimiser state, and only the dtype of passes.
     """
 
     lockstep = False
@@ -85,22 +86,22 @@ class PolicyEngine(ABC):
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        """`weights` are version 0; `seed` is that of the adapter, if there is one."""
+        """`weights` are version 0 of the model weights; `seed` is that of the adapter, if there is one."""
         check_weights(spec, weights)
-        find_objective(algorithm.objective)  # an unknown one is refused now, not in the first step
+        find_objective(algorithm.objective)  # so that an unknown objective fails now, not in the first step
         self.spec, self.training, self.algorithm = spec, training, algorithm
         self.control = make_control(algorithm, training)
         self.temperature = temperature
         self.ranks = ranks or RankGroup()
         self.device = torch.device(device)
-        self.dtype: torch.dtype = getattr(torch, training.dtype)  # of passes over the model
+        self.dtype: torch.dtype = getattr(torch, training.dtype)  # of model passes
         self.updates = 0  # optimiser updates so far
         self._compute_s = 0.0
         self.lora = training.lora.adapter
         self.lora_scale = 1.0 if self.lora is None else self.lora.scale
-        self.shapes = trained_shapes(spec, self.lora)  # of what is trained
-        self._copies: list[dict[str, Tensor]] = []  # of what is trained, on the host; the newest comes first
-        self._frozen: Mapping[str, Tensor] = {}  # weights that passes compute with and that never change
+        self.shapes = trained_shapes(spec, self.lora)  # of the trained tensors
+        self._copies: list[dict[str, Tensor]] = []  # of the trained tensors, on the host; the newest first
+        self._frozen: Mapping[str, Tensor] = {}  # model weights for passes that never change
         self._reference: Mapping[str, Tensor] = {}
         if self.lora is None:
             self._hold(weights, {})
@@ -112,17 +113,19 @@ class PolicyEngine(ABC):
         if spec.transformers is None:
             compiled_for(self.device, self.dtype)  # loads the kernels here, not in the first step
 
-    # -- what differs ------------------------------------------------------------------------------------------
+    # -- to be implemented -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
-        """The end of the constructor: keep the weights that are trained, in float32 and for passes, and an optimiser
-        whose moments exist from the start, so that a state can be saved and loaded at any time. `frozen` are those of
-        the model that are not trained, for passes."""
+        """Finish construction: keep the trained weights, in float32 and for passes, and an optimiser.
+
+        The optimiser's moments must exist from the start, so that a state can be saved and loaded at any time. `frozen`
+        are the untrained model weights, for passes.
+        """
 
     @abstractmethod
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the completion tokens, each [A], under the current weights."""
+        """Return log-probability and entropy of the completion tokens, each [A], under the current weights."""
 
     @abstractmethod
     def start_gradient(self) -> None:
@@ -130,42 +133,44 @@ class PolicyEngine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a micro-batch's gradient. `last`: the ranks' gradients may be summed after this one."""
+        """Add a micro-batch's gradient. After the `last` one, the ranks' gradients may be summed."""
 
     @abstractmethod
     def reduce_gradient(self) -> float:
-        """Collective. Sum the gradient over the ranks; returns its norm."""
+        """Collective. Sum the gradient over the ranks and return its norm."""
 
     @abstractmethod
     def apply_gradient(self, rate: float, norm: float) -> float:
-        """Collective. Clip the gradient, of that norm, to training.grad_clip and step the optimiser; returns the norm
-        of the weights' change."""
+        """Collective. Clip the gradient and step the optimiser; returns the norm of the weights' change.
+
+        `norm` is the gradient's norm before it is clipped to training.grad_clip.
+        """
 
     @abstractmethod
     def trained(self) -> Iterable[tuple[str, Tensor]]:
-        """Collective. The weights that are trained, by name, one after another: in the dtype of passes where they are
-        held so, else in float32."""
+        """Collective. Yield the trained weights by name, in the dtype of passes if available, else in float32."""
 
     @abstractmethod
     def held(self, kind: str) -> dict[str, Float32Array]:
-        """Collective. A copy of the trained weights (WEIGHT) or of one of their MOMENTS, by name; on ranks other than 0
-        it may be empty."""
+        """Collective. Copy the trained weights (WEIGHT) or MOMENTS by name; ranks above 0 may return none."""
 
     @abstractmethod
     def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
-        """Overwrite what this rank holds of the trained weights, in all their precisions, or of one of their MOMENTS.
-        `values` are whole or the `parts` of this rank."""
+        """Overwrite this rank's trained weights, in all their precisions, or one of their MOMENTS.
+
+        `values` are whole tensors or this rank's `parts`.
+        """
 
     def parts(self) -> Mapping[str, tuple[int, int]]:
         return {}
 
-    # -- what is kept ------------------------------------------------------------------------------------------
+    # -- state and weights -------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Float32Array]:
         return self.held(WEIGHT)
 
     def served(self) -> dict[str, NDArray[Any]]:
-        """Two copies in turns: memory that is written again costs a fifth of new memory."""
+        """Use two copies in turns: reused memory takes a fifth of the time of new memory."""
         if self.ranks.rank:
             for _ in self.trained():
                 pass
@@ -176,7 +181,7 @@ class PolicyEngine(ABC):
             self._copies.append(views(torch.empty(size, dtype=self.dtype, pin_memory=on_gpu), self.shapes))
         copy, *_ = self._copies = self._copies[::-1]
         for name, tensor in self.trained():
-            copy[name].copy_(tensor, non_blocking=True)  # and rounded where it is: on a GPU before it leaves
+            copy[name].copy_(tensor, non_blocking=True)  # and rounded on its own device: on a GPU before the copy
         if on_gpu:
             torch.cuda.synchronize(self.device)
         half = self.dtype == torch.bfloat16
@@ -210,11 +215,11 @@ class PolicyEngine(ABC):
         return self._recomputed(batch, batch.later, self._current, "proximal")
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. As `proximal_logprobs`, of all minibatches."""
+        """Collective. As `proximal_logprobs`, but for all minibatches."""
         return self._recomputed(batch, sum(batch.microbatches, ()), self._current, "proximal")
 
     def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
+        """Collective. As `logprobs`, but under version 0 of the run. Needs algorithm.kl_coef above 0."""
 
         def forward(packed: Packed) -> Tensor:
             return self._logprobs(self._reference, packed)[0]
@@ -233,7 +238,7 @@ class PolicyEngine(ABC):
         stats = LossStats()
         for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
             if not denominator:
-                continue  # all its completions are masked out, on every rank
+                continue  # all its completions are masked, on every rank
             own = proximal is not None and number == 0
             loss, sums = self._accumulate(
                 columns, microbatches, denominator, coefficients, own_proximal=own, untouched=not updates
@@ -281,19 +286,21 @@ class PolicyEngine(ABC):
         try:
             return self.ranks.all_reduce_sum(values)
         finally:
-            self._compute_s += time.perf_counter() - start  # nearly all of it is waiting for ranks that still compute
+            self._compute_s += time.perf_counter() - start  # nearly all of it waits for ranks that still compute
 
     def compute_s(self) -> float:
         taken, self._compute_s = self._compute_s, 0.0
         return taken
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _logprobs(
         self, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the completion tokens, each [A], under any weights, by the forward pass of the
-        model's kind."""
+        """Return log-probability and entropy of the completion tokens, each [A], under any weights.
+
+        The model's kind selects the forward pass.
+        """
         if self.spec.transformers is None:
             return completion_logprobs(
                 self.spec,
@@ -307,8 +314,10 @@ class PolicyEngine(ABC):
         return self._transformers(packed)
 
     def _version_0(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The reference policy, in the dtype of passes, whatever state is loaded later: all of it, on every rank.
-        Frozen weights are not copied."""
+        """Return the whole reference policy in the dtype of passes, on every rank. Frozen weights are not copied.
+
+        A state that is loaded later does not change it.
+        """
         if self.lora is None:
             return {n: weights[n].detach().to(self.device, self.dtype, copy=True) for n in weight_shapes(self.spec)}
         frozen = self._frozen or {n: weights[n].detach().to(self.device, self.dtype) for n in weight_shapes(self.spec)}
@@ -320,7 +329,7 @@ class PolicyEngine(ABC):
         return self._transformers_policy()
 
     def _transformers_policy(self, *, whole: bool = False) -> TransformersPolicy:
-        from areal_core.training.model.transformers_policy import TransformersPolicy  # seconds, where they are needed
+        from areal_core.training.model.transformers_policy import TransformersPolicy  # an import of seconds
 
         return TransformersPolicy(
             self.spec,
@@ -331,8 +340,10 @@ class PolicyEngine(ABC):
         )
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
-        """(whether it is the last, micro-batch), with None for an idle pass; at least as many on every rank where a
-        pass is collective."""
+        """Yield (whether it is the last pass, micro-batch), with None for an idle pass.
+
+        If passes are collective, all ranks yield equally many.
+        """
         count = len(microbatches)
         if self.lockstep:
             count = max(1, int(self.ranks.all_reduce_max(np.array([count]))[0]))
@@ -346,7 +357,7 @@ class PolicyEngine(ABC):
     def _recomputed(
         self, batch: TrainingBatch, microbatches: Sequence[Packed], forward: Callable[[Packed], Tensor], policy: str
     ) -> Float32Array:
-        """Log-probabilities of the completion tokens in these micro-batches. [S]; 0 at all others."""
+        """Compute log-probabilities of completion tokens in these micro-batches. [S]; 0 at other tokens."""
         recomputed = np.zeros(len(batch.tokens), np.float32)
         with torch.no_grad(), self._computing():
             for _, packed in self._passes(microbatches):
@@ -368,8 +379,10 @@ class PolicyEngine(ABC):
         own_proximal: bool,
         untouched: bool,
     ) -> tuple[float, LossStats]:
-        """Loss and gradient of a minibatch's local share. `own_proximal`: pi_prox is what its own pass gives.
-        `untouched`: the step has made no update yet."""
+        """Compute loss and gradient of a minibatch's local share.
+
+        With `own_proximal` the same pass gives pi_prox. `untouched`: the step has made no update yet.
+        """
         total, stats = 0.0, LossStats()
         with self._computing():
             self.start_gradient()
@@ -393,14 +406,14 @@ class PolicyEngine(ABC):
         return total, stats
 
     def _known(self, columns: Mapping[str, NDArray[Any]], packed: Packed) -> dict[str, Any]:
-        """The `columns` of a micro-batch's tokens, with its completions numbered from 0."""
+        """Return the `columns` of a micro-batch's tokens, with its completions numbered from 0."""
         held = {name: values[packed.source] for name, values in columns.items()}
         completions, held["sequence"] = np.unique(held["sequence"], return_inverse=True)
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in held.items()}
         return tensors | {"sequences": len(completions)}
 
     def _update(self, step: int, loss: float, rate: float) -> tuple[float, float]:
-        """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change."""
+        """Make one optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change."""
         with self._computing():
             norm = self.reduce_gradient()
         if not math.isfinite(norm):
@@ -414,10 +427,10 @@ class PolicyEngine(ABC):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Counts the seconds within as compute time: forward, backward and optimiser."""
+        """Count the seconds inside as compute time: forward, backward and optimiser."""
         start = time.perf_counter()
         try:
-            with self.ranks.naming():  # with `lockstep` passes are collective, and updates may be
+            with self.ranks.naming():  # with `lockstep`, passes and maybe updates are collective
                 yield
         finally:
             self._compute_s += time.perf_counter() - start
@@ -426,7 +439,7 @@ class PolicyEngine(ABC):
 def _columns(
     batch: TrainingBatch, proximal: Float32Array | None, reference: Float32Array | None
 ) -> dict[str, NDArray[Any]]:
-    """The inputs of an objective for the batch's tokens, [S] each, by the fields of objectives.Tokens."""
+    """Return an objective's inputs for the batch's tokens, [S] each, by the fields of objectives.Tokens."""
     columns: dict[str, NDArray[Any]] = {
         "behaviour": batch.behaviour_logprobs,
         "advantages": batch.advantages,
@@ -440,6 +453,6 @@ def _columns(
 
 
 def views(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The tensors that lie end to end in `flat`, sharing its memory."""
+    """Split `flat` into tensors of the given shapes that lie end to end and share its memory."""
     parts = flat.split([math.prod(shape) for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -1,4 +1,4 @@
-"""Training engines by the names that a configuration gives them: registered ones, and import paths."""
+"""Find training engines by name or import path."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ MakeEngine = Callable[[RunConfig, ModelSpec, Mapping[str, Tensor], RankGroup], T
 
 
 def make_engine(config: RunConfig, spec: ModelSpec, weights: Mapping[str, Tensor], ranks: RankGroup) -> TrainingEngine:
-    """The engine of `training.engine` for one rank, with version 0 of the weights. Raises ConfigError for an import
-    path that can't be imported."""
+    """Make the engine that `training.engine` names for one rank, with version 0 of the model weights.
+
+    Raises ConfigError if an import path can't be imported.
+    """
     return find("training.engine", config.training.engine, _ENGINES)(config, spec, weights, ranks)
 
 
@@ -33,7 +35,7 @@ def torch_engine(
     *,
     kind: type[PolicyEngine] = TorchEngine,
 ) -> TrainingEngine:
-    """`kind`: TorchEngine, a subclass with another optimiser, or another engine that is made alike."""
+    """Make an engine of class `kind`: TorchEngine, a subclass, or another class with the same constructor."""
     return kind(
         spec,
         weights,
@@ -49,8 +51,8 @@ def torch_engine(
 def _deepspeed_engine(
     config: RunConfig, spec: ModelSpec, weights: Mapping[str, Tensor], ranks: RankGroup
 ) -> TrainingEngine:
-    os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # read as deepspeed is imported
-    from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes a second or two
+    os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # deepspeed reads it at import
+    from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # importing it takes a second or two
 
     return torch_engine(config, spec, weights, ranks, kind=DeepSpeedEngine)
 

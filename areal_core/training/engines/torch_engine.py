@@ -1,10 +1,12 @@
-"""The plain torch engine: float32 weights, AdamW, every rank with all of them, on a CPU or on a GPU.
+"""The plain torch engine: float32 weights and AdamW on a CPU or GPU, with a full copy on every rank.
 
-All parameters that are trained are views into one flat buffer, and so are their gradients: the all_reduce, the gradient
-norm and the optimiser each are one operation on one tensor. With training.dtype=bfloat16 the passes see a copy of the
-weights in bfloat16, made anew after every update, and what a micro-batch adds to the copy's gradient is added to the
-float32 one: weights, gradient and optimiser are float32 throughout (mixed precision as in Micikevicius et al., 2017,
-arXiv 1710.03740; bfloat16 has float32's range and needs no scaling of the loss).
+All trained parameters are views into one flat buffer, and so are their gradients. So the all_reduce, the gradient norm
+and the optimiser are one operation each, on one tensor.
+
+With training.dtype=bfloat16, passes use a bfloat16 copy of the model weights, renewed after every update. A
+micro-batch's bfloat16 gradient is added to the float32 gradient. Weights, gradient and optimiser stay float32, which is
+mixed precision (Micikevicius et al., 2017, arXiv 1710.03740). bfloat16 has float32's range, so the loss needs no
+scaling.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from areal_core.types import Float32Array
 
 
 class TorchEngine(PolicyEngine):
-    """Data-parallel, a CPU core or a GPU for each rank. On a CPU the same state and batch give bitwise the same
-    weights; on a GPU they do with torch.use_deterministic_algorithms: some of its sums have no fixed order otherwise.
+    """Data-parallel engine, with a CPU core or a GPU for each rank.
+
+    On a CPU the same state and batch give bitwise the same weights. On a GPU that needs
+    torch.use_deterministic_algorithms, because some sums have no fixed order.
     """
 
     def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         self.flat = torch.cat([weights[name].detach().float().flatten() for name in self.shapes]).to(self.device)
         self.gradient = torch.zeros_like(self.flat)
-        # What passes compute with, and its gradient: in float32 the same tensors.
+        # Model weights for passes and their gradient; in float32 they are the same tensors.
         self._working = self.flat.to(self.dtype)
         self._working_gradient = self.gradient.to(self.dtype)
         self._parameters = views(self._working, self.shapes)
@@ -40,7 +44,7 @@ class TorchEngine(PolicyEngine):
         self._kept = {WEIGHT: self.flat, **{moment: torch.zeros_like(self.flat) for moment in MOMENTS}}  # by kind
         self._steps = torch.zeros((), device=self.device)
         if self.spec.transformers is not None:
-            self._transformers.install(self._all)  # what can't be run is refused now
+            self._transformers.install(self._all)  # so that unsupported models fail now
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         recompute_layers = self.training.checkpoint_activations and torch.is_grad_enabled()
@@ -79,9 +83,10 @@ class TorchEngine(PolicyEngine):
         self._refresh()
 
     def step_optimizer(self, rate: float) -> None:
-        """Update `flat`, all weights end to end, by `gradient`, which is clipped; to be overridden by other optimisers.
+        """Update `flat`, all trained weights end to end, by the clipped `gradient`. Override it for another optimiser.
 
-        AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
+        AdamW is called as a function: its class imports torch's compiler, which takes seconds.
+        """
         config = self.training
         means, squares = (self._kept[moment] for moment in MOMENTS)
         adamw(
@@ -102,6 +107,6 @@ class TorchEngine(PolicyEngine):
         )
 
     def _refresh(self) -> None:
-        """Copy the weights to those that passes use."""
+        """Copy the float32 weights to the weights that passes use."""
         if self._working is not self.flat:
             self._working.copy_(self.flat)

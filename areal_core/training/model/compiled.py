@@ -1,5 +1,6 @@
-"""Operations on float32 tensors on a CPU, by the compiled kernels: the only module that imports them. `operations`
-uses it where it can (`operations.compiled_for`) and torch's operations elsewhere.
+"""Operations on float32 CPU tensors by compiled kernels; the only module that imports the kernels.
+
+`operations` uses this module where it applies (`operations.compiled_for`) and torch elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from areal_core.types import Float32Array
 
 
 def _flat(*tensors: Tensor) -> list[Float32Array]:
-    """The numbers of float32 tensors for a kernel; the same memory where they are contiguous."""
+    """Flatten float32 tensors to numpy arrays for a kernel. Contiguous tensors are not copied."""
     return [np.ascontiguousarray(tensor.numpy(force=True)).reshape(-1) for tensor in tensors]
 
 
 class RmsNorm(torch.autograd.Function):
-    """`operations.rms_norm`."""
+    """Compiled `operations.rms_norm`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,7 +42,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SwiGlu(torch.autograd.Function):
-    """`operations.swiglu`."""
+    """Compiled `operations.swiglu`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """`operations.causal_attention`. The backward pass recomputes the attention weights."""
+    """Compiled `operations.causal_attention`. The backward pass recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
@@ -78,7 +79,7 @@ class Attention(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Heads rotated by the angles, or back by them for a `direction` of -1; without a gradient."""
+    """Rotate heads by the angles, or back with a `direction` of -1; without a gradient."""
     out = torch.empty_like(x)
     kernels.rotate(*_flat(x, cos, sin), *x.shape[1:], direction, *_flat(out))
     return out
@@ -86,7 +87,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _sequences(blocks: Blocks) -> NDArray[np.int64]:
-    """[N, 4]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
+    """Return [N, 4]: first token and length of each sequence, then the same of its shared prompt."""
     sequences: list[tuple[int, int, int, int]] = []
     start = 0
     for block in blocks:

@@ -1,12 +1,13 @@
-"""The forward pass of training: sequences packed without padding.
+"""The forward pass of training on sequences packed without padding.
 
-Linear layers see all tokens of a micro-batch as one matrix; attention stays within sequences. Everything is computed in
-the precision of the weights but for log-probabilities and entropies, which are float32 at least. Axes: T packed input
-tokens, A completion tokens (the targets), H heads, D width of a head.
+Linear layers see all tokens of a micro-batch as one matrix. Attention stays within sequences. Log-probabilities and
+entropies are float32 at least; everything else has the precision of the model weights.
 
-`completion_logprobs` runs a whole model. `PolicyModule` is the same as a torch module, for engines that partition its
-parameters: one module for each part of the pass, with the parameters of that part as its own, so that they can be
-gathered before it runs and released after it.
+`completion_logprobs` runs a whole model. `PolicyModule` is the same as a torch module, for engines that partition
+parameters. It has one submodule with its own parameters for each part of the pass, so that an engine can gather them
+before the part runs and release them afterwards.
+
+Axes: T packed input tokens, A completion tokens (the targets), H heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from areal_core.models.folders import ModelSpec, check_weights, rope_tables
 from areal_core.training.batching.packing import Blocks, Packed
 from areal_core.training.model.operations import causal_attention, rms_norm, rotate, swiglu
 
-_LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: they fit into a core's cache
-_LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
+_LOGITS_AT_ONCE = 1 << 22  # elements of the logits in memory at once: they fit into a core's cache
+_LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for an efficient product, half a gigabyte
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -38,12 +39,11 @@ def completion_logprobs(
     recompute_layers: bool = False,
     lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each completion token and entropy of the distribution it was sampled from: softmax(logits /
-    temperature).
+    """Compute log-probability and entropy of each completion token under softmax(logits / temperature).
 
-    Returns ([A], [A]), nats, in the order of `packed.rows`. Both are differentiable; an entropy that no loss depends on
-    costs nothing in the backward pass. With `recompute_layers` their graph holds the input of each layer alone. Linear
-    layers that have an adapter in `weights` (models.adapters) add it, times `lora_scale`.
+    Returns ([A], [A]), nats, in the order of `packed.rows`. Both are differentiable. The backward pass skips an entropy
+    that no loss depends on. With `recompute_layers` the graph keeps only the input of each layer. If `weights` have an
+    adapter (models.adapters), its linear layers add it times `lora_scale`.
     """
     x = embed(weights["model.embed_tokens.weight"], packed)
     cos, sin = rotations(spec, packed, x)
@@ -56,26 +56,28 @@ def completion_logprobs(
 
 
 def recomputed(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """`layer(*inputs)` with activation checkpointing: only the inputs are kept, and the backward pass computes the rest
-    again: the same gradient for a third more arithmetic and a fraction of the memory. The layer must not draw random
-    numbers."""
+    """Run `layer(*inputs)` with activation checkpointing.
+
+    Only the inputs are kept, and the backward pass recomputes the rest. The gradient is the same, for a third more
+    arithmetic and a fraction of the memory. The layer must not draw random numbers.
+    """
     output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
 def layer_weights(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """The weights of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
+    """Return the model weights of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
     at = f"model.layers.{layer}."
     return {name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)}
 
 
 def embed(table: Tensor, packed: Packed) -> Tensor:
-    """[T, hidden_size]."""
+    """Embed the inputs. [T, hidden_size]."""
     return F.embedding(torch.from_numpy(packed.inputs).to(table.device), table)
 
 
 def rotations(spec: ModelSpec, packed: Packed, x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles of every input, each [T, 1, D], of x's dtype and on its device."""
+    """Return cos and sin of the inputs' rotary angles, each [T, 1, D], with dtype and device of `x`."""
     positions = torch.from_numpy(packed.positions).to(x.device)
     tables = rope_tables(spec, packed.context, x.device)
     cos, sin = (table[positions, None].to(x) for table in tables)
@@ -91,7 +93,7 @@ def decoder_layer(
     blocks: Blocks,
     lora_scale: float = 1.0,
 ) -> Tensor:
-    """One layer of the decoder, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
+    """Run one decoder layer with weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
 
     def linear(name: str, inputs: Tensor) -> Tensor:
         outputs = F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -114,19 +116,21 @@ def decoder_layer(
 
 
 def target_logprobs(head: Tensor, hidden: Tensor, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `completion_logprobs` returns, from the hidden states after the last norm, [T, hidden_size]."""
+    """Return `completion_logprobs` from the hidden states after the last norm, [T, hidden_size]."""
     rows, targets = (torch.from_numpy(values).to(hidden.device) for values in (packed.rows, packed.targets))
     hidden = hidden.index_select(0, rows)
     if temperature != 1.0:
-        hidden = hidden / temperature  # logits are linear in it
+        hidden = hidden / temperature  # logits are linear in `hidden`
     logprobs, entropy = _TargetLogprobs.apply(hidden, head, targets)  # type: ignore[misc]
     return logprobs, entropy
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ head.T)[target] and its entropy, a slice of rows at a time in both directions: the logits,
-    vocabulary wide, are recomputed in the backward pass rather than kept. The entropy's gradient is computed where
-    it is needed."""
+    """log_softmax(hidden @ head.T)[target] and its entropy, for a slice of rows at a time.
+
+    The backward pass recomputes the logits, which are as wide as the vocabulary. It computes the entropy's gradient
+    only if needed.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +143,7 @@ class _TargetLogprobs(torch.autograd.Function):
             normalisers.append(normaliser)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers), entropy)
-        ctx.set_materialize_grads(False)  # an output that no loss depends on has None for a gradient
+        ctx.set_materialize_grads(False)  # unused outputs then have the gradient None
         return torch.cat(logprobs), entropy
 
     @staticmethod
@@ -148,7 +152,7 @@ class _TargetLogprobs(torch.autograd.Function):
         of_logprobs = torch.zeros_like(normalisers) if gradients[0] is None else gradients[0]
         of_entropy = gradients[1]
         hidden_gradient = torch.empty_like(hidden)
-        head_gradient = None  # of one that stays as it is
+        head_gradient = None  # None if the head is frozen
         if ctx.needs_input_grad[1]:
             head_gradient = torch.zeros_like(head, dtype=_at_least_float32(head.dtype))
         for rows in _slices(hidden, head):
@@ -172,7 +176,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """A product in the precision of the weights, for sums over the vocabulary in float32 at least."""
+    """Multiply in the precision of the model weights. The result is at least float32, for sums over the vocabulary."""
     return (hidden @ head.T).to(_at_least_float32(head.dtype))
 
 
@@ -186,10 +190,10 @@ def _slices(hidden: Tensor, head: Tensor) -> list[slice]:
 
 
 class PolicyModule(nn.Module):
-    """`completion_logprobs` over parameters of its own.
+    """A torch module of `completion_logprobs` with its own parameters.
 
-    Passes are in `dtype`, whatever the parameters' is. With `checkpoint_activations` a layer's input is all that is
-    kept of it for the backward pass.
+    Passes run in `dtype`, whatever the parameters' dtype. With `checkpoint_activations` only the input of each layer is
+    kept for the backward pass.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class PolicyModule(nn.Module):
         checkpoint_activations: bool = False,
         lora_scale: float = 1.0,
     ) -> None:
-        """`parameters`: the model's by their names in transformers, and those of an adapter, if there is one."""
+        """`parameters` are those of the model, named as in transformers, and of an adapter, if any."""
         super().__init__()
         check_weights(spec, {name: parameters[name] for name in parameters if ".lora_" not in name})
         self.spec, self.dtype = spec, dtype
@@ -223,7 +227,7 @@ class PolicyModule(nn.Module):
         self.head = _Part(logprobs, {"norm": parameters[_NORM], "head": head}, dtype)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the completion tokens, each [A], nats."""
+        """Return log-probability and entropy of the completion tokens, each [A], nats."""
         x = self.embedding(packed)
         cos, sin = rotations(self.spec, packed, x)
         checkpoints = self.checkpoint_activations and torch.is_grad_enabled()
@@ -234,12 +238,12 @@ class PolicyModule(nn.Module):
 
 
 class _Part(nn.Module):
-    """A function of some parameters, by their names in it, and of its inputs."""
+    """A function of its own named parameters and of its inputs."""
 
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self.function, self.dtype = function, dtype
-        self._attributes = {name: name.replace(".", "_") for name in parameters}  # torch takes no dots
+        self._attributes = {name: name.replace(".", "_") for name in parameters}  # torch allows no dots
         for name, parameter in parameters.items():
             assert isinstance(parameter, nn.Parameter)
             self.register_parameter(self._attributes[name], parameter)

@@ -1,8 +1,9 @@
-"""CPU kernels of training passes for all but matrix products, in float32, compiled by numba once per machine.
+"""CPU kernels of training passes in float32, except matrix products, compiled by numba.
 
-Arrays are flat, so that an index is one number. Axes: T packed tokens, H query heads, K key-value heads, D width of a
-head. `sequences` are rows of four numbers: the first of a sequence's own tokens and how many there are, and the same
-of the prompt that they attend to besides themselves (of no tokens, where there is none).
+Arrays are flat, so an index is one number. Each row of `sequences` has four numbers: first token and number of tokens
+of a sequence, then the same of its shared prompt (no tokens if it has none).
+
+Axes: T packed tokens, H query heads, K key-value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from areal_core.models.vectors import (
     transpose,
 )
 
-_ROWS = 6  # of the tile of a product that is kept in registers, one vector wide: 16 of AVX2 hold it
-_QUERIES = 4 * _ROWS  # rows of scores that exist at any moment
-_PARTIAL = 64  # rows whose sum is taken by itself, so that rounding does not grow with all of them
+_ROWS = 6  # rows of a product's tile in registers, one vector wide; AVX2's 16 registers hold it
+_QUERIES = 4 * _ROWS  # rows of scores in memory at once
+_PARTIAL = 64  # rows per partial sum, so that rounding errors don't grow with the number of rows
 
 _tile = tile(_ROWS, 1)
 _padded = compiled()(round_up)
@@ -43,7 +44,7 @@ _padded = compiled()(round_up)
 
 @compiled()
 def _gather(source, at, stride, count, size, target, first, width):
-    """Rows `first` and up of target [., width] = `count` rows of `size` numbers, `stride` apart in source."""
+    """Copy `count` rows of `size` numbers, `stride` apart, to rows `first` and up of target [., width]."""
     for row in range(count):
         there, here = at + row * stride, (first + row) * width
         if size == width:
@@ -56,7 +57,7 @@ def _gather(source, at, stride, count, size, target, first, width):
 
 @compiled()
 def _scatter(source, first, width, scale, target, at, stride, count, size):
-    """`_gather` the other way, times `scale`, added to what stands in target."""
+    """Reverse of `_gather`: add the rows times `scale` to target."""
     for row in range(count):
         there, here = (first + row) * width, at + row * stride
         if size == width:
@@ -71,7 +72,7 @@ def _scatter(source, first, width, scale, target, at, stride, count, size):
 
 @compiled()
 def _dot(a, b, at, size, width):
-    """Dot product of the rows of `size` numbers that begin at `at` in a and in b."""
+    """Dot product of the rows of `size` numbers that begin at `at` in a and b."""
     total = np.float32(0.0)
     if size == width:
         sums = splatted(total)
@@ -85,7 +86,7 @@ def _dot(a, b, at, size, width):
 
 @compiled()
 def _read(source, sequence, stride, head, size, rows, width):
-    """The rows of one head that a sequence attends to: those of its prompt, then its own."""
+    """Copy the rows of one head that a sequence attends to: those of its prompt, then its own."""
     start, tokens, prompt, shared = sequence
     _gather(source, prompt * stride + head * size, stride, shared, size, rows, 0, width)
     _gather(source, start * stride + head * size, stride, tokens, size, rows, shared, width)
@@ -93,7 +94,7 @@ def _read(source, sequence, stride, head, size, rows, width):
 
 @compiled()
 def _panels(rows, count, width, panels):
-    """rows [count, width] -> panels [count / LANES, width, LANES]: the numbers of LANES rows side by side."""
+    """Interleave rows: [count, width] -> panels [count / LANES, width, LANES]."""
     for row in range(0, count, LANES):
         for i in range(0, width, LANES):
             transpose(rows, row * width + i, width, panels, row * width + i * LANES, LANES)
@@ -108,15 +109,17 @@ def _products(rows, at, width, panels, count, out, out_at, out_width):
 
 @compiled()
 def _mixed(weights, at, most, rows, width, count, out, out_at):
-    """For _ROWS queries whose weights begin at `at`: the sums of the first `count` rows by these weights."""
+    """For _ROWS queries, sum the first `count` rows by the attention weights that begin at `at`."""
     for i in range(0, width, LANES):
         _tile(weights, at, most, 1, rows, i, width, count, out, out_at + i, width, False)
 
 
 @compiled()
 def _add_by_key(weights, most, queries, count, width, first, keys, of_keys):
-    """of_keys [keys, width] += weights.T @ queries, of `count` queries. Query i sees the first `first` + i + 1 keys;
-    those that see none of a tile's are left out, by whole tiles."""
+    """of_keys [keys, width] += weights.T @ queries, of `count` queries.
+
+    Query i sees the first `first` + i + 1 keys. Whole tiles of queries that see none of a tile's keys are skipped.
+    """
     for key in range(0, keys, _ROWS):
         unseeing = max(0, key - first) // _ROWS * _ROWS
         for i in range(0, width, LANES):
@@ -146,7 +149,7 @@ def _zeros(size):
 
 @compiled()
 def _softmax(scores, at, count, reach, scale):
-    """Scores of one query -> exp(score - the highest), 0 from `count` on. Returns the highest and the sum."""
+    """Replace one query's scores by exp(score - highest), 0 from `count` on. Returns the highest score and the sum."""
     factor, top, sums = splatted(scale), splatted(np.float32(-np.inf)), splatted(np.float32(0.0))
     for i in range(0, reach, LANES):
         score = first_lanes(multiply(loaded(scores, at + i), factor), count - i)
@@ -163,8 +166,11 @@ def _softmax(scores, at, count, reach, scale):
 
 @compiled()
 def _softmax_backward(weights, of_scores, at, count, reach, scale, highest, share, delta):
-    """For one query, scores -> weights, and the weights' gradient -> the scores', both 0 from `count` on and for one
-    vector more than `reach`: a tile of keys may begin before the end of what a query sees, and end behind it."""
+    """For one query, turn scores into attention weights, and the gradient of these into the scores'.
+
+    Both are 0 from `count` on and for one vector beyond `reach`: a tile of keys may begin before the end of what a
+    query sees and end after it.
+    """
     factor, top, part, centre = splatted(scale), splatted(highest), splatted(share), splatted(delta)
     for i in range(0, reach, LANES):
         distance = first_lanes(subtract(multiply(loaded(weights, at + i), factor), top), count - i)
@@ -182,9 +188,12 @@ _SIZES = types.UniTuple(types.int64, 3)  # H, K, D
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS))
 def attend(query, key, value, sequences, sizes, scale, out, statistics):
-    """Causal attention within each sequence, a tile of queries at a time (FlashAttention, arXiv 2205.14135). query and
-    out [T, H, D], key and value [T, K, D]; statistics [T, H, 2] are the softmax's, each query's highest score and 1 /
-    the sum of exp(score - highest), from which the backward pass recomputes the weights. `out` must be zero before."""
+    """Causal attention within sequences, by tiles of queries (FlashAttention, arXiv 2205.14135).
+
+    query and out are [T, H, D], key and value [T, K, D]. `out` must be zero before. statistics [T, H, 2] receives each
+    query's highest score and 1 / the sum of exp(score - highest). From these the backward pass recomputes the attention
+    weights.
+    """
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
     most = _padded(_longest(sequences), LANES) + LANES
@@ -226,8 +235,11 @@ def attend_backward(
     query, key, value, sequences, sizes, scale, out, statistics,
     of_out, of_query, of_key, of_value,
 ):  # fmt: skip
-    """The gradients of the inputs of `attend`, each of its input's shape, from that of its output (FlashAttention,
-    Algorithm 4; delta is its D, the dot product of out and its gradient). They must be zero before."""
+    """Gradients of `attend`'s inputs, each in its input's shape, from the gradient of its output.
+
+    FlashAttention, Algorithm 4. `delta` is its D: the dot product of out and its gradient. The results must be zero
+    before.
+    """
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
     most = _padded(_longest(sequences), LANES) + LANES
@@ -278,8 +290,10 @@ def attend_backward(
 
 @compiled(types.void(_FLOATS, _FLOATS, types.float32, _FLOATS, _FLOATS))
 def rms_norm(x, weight, eps, out, scales):
-    """RMS norm (arXiv 1910.07467): out = x scale weight, with scale = 1 / sqrt(mean(x^2) + eps) of each row; x and
-    out [T, W], scales [T]."""
+    """RMS norm (arXiv 1910.07467): out = x scale weight, scale = 1 / sqrt(mean(x^2) + eps) of each row.
+
+    Shapes: x and out [T, W], scales [T].
+    """
     width = len(weight)
     for row in range(len(scales)):
         at = row * width
@@ -294,8 +308,10 @@ def rms_norm(x, weight, eps, out, scales):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS))
 def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
-    """With n = x scale and h = of_out weight: of_x = scale (h - n mean(h n)), of_weight = the sum of of_out n over
-    rows, which must be zero before."""
+    """Backward pass of `rms_norm`. With n = x scale and h = of_out weight: of_x = scale (h - n mean(h n)).
+
+    of_weight is the sum of of_out n over rows; it must be zero before.
+    """
     width = len(weight)
     partial = np.zeros(width, dtype=np.float32)
     for row in range(len(scales)):
@@ -316,8 +332,7 @@ def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64, types.int64, types.float32, _FLOATS))
 def rotate(x, cosines, sines, heads, size, direction, out):
-    """Rotary embedding (arXiv 2104.09864): x and out [T, H, D], cosines and sines [T, D]; a `direction` of -1 turns
-    back."""
+    """Rotary embedding (arXiv 2104.09864). x, out [T, H, D]; cosines, sines [T, D]. `direction` -1 rotates back."""
     half = size // 2
     signs = np.empty(LANES, dtype=np.float32)
     signs[: LANES // 2], signs[LANES // 2 :] = -direction, direction

@@ -1,14 +1,13 @@
-"""The operations of a layer beside its products: attention, norms, rotations and gates.
+"""Operations of a layer other than matrix products: attention, norms, rotations and gates.
 
-Causal attention stays within each sequence of a pack, without padding.
+Causal attention stays within each sequence of a pack, without padding. One kernel takes sequences of any lengths at
+once in half precision on a GPU, another in float32 on a CPU. The CPU kernel also supports shared prompts. Otherwise
+attention runs once per block of contiguous sequences of equal length.
 
-Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a CPU, where
-sequences may attend to a prompt that they share too. Everything else runs once for each block of sequences of the same
-length, which are contiguous.
+The other operations are bound by memory traffic. Their gradients are written by hand: they make fewer passes over the
+activations than autograd, and in float32 on a CPU a single compiled one.
 
-The time of the others goes into reading and writing memory. Their gradients are written out: fewer passes over the
-activations than those that autograd puts together, and in float32 on a CPU a single one, compiled. Axes: T packed
-tokens, N sequences, H query heads, K key-value heads, D width of a head, I width of the inner layer.
+Axes: T packed tokens, N sequences, H query heads, K key-value heads, D width of a head, I width of the inner layer.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from areal_core.training.batching.packing import Blocks
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
 
-_KERNEL_WIDTHS = range(8, 257, 8)  # of a head
+_KERNEL_WIDTHS = range(8, 257, 8)  # head widths that the GPU kernel supports
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-    """query [T, H, D], key and value [T, K, D] -> [T, H, D]; H is a multiple of K."""
+    """Causal attention. query [T, H, D], key and value [T, K, D] -> [T, H, D]; H is a multiple of K."""
     if has_kernel(query):
         longest = max(block.tokens for block in blocks)
         return _kernel()(query, key, value, bounds(blocks, query.device), longest)
@@ -42,14 +41,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) 
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether sequences of different lengths can be attended to in one call."""
+    """Whether one call can attend to sequences of different lengths."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _KERNEL_WIDTHS
 
 
 def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-    """What `causal_attention` returns, by one call for each block."""
+    """Compute `causal_attention` with one call for each block."""
     shared_heads = query.shape[1] // key.shape[1]
-    if shared_heads > 1 and query.is_cuda:  # where no kernel that saves memory takes them, but half precision's
+    if shared_heads > 1 and query.is_cuda:  # on a GPU no memory-saving kernel takes them, except in half precision
         key, value = _spread(key, shared_heads), _spread(value, shared_heads)
     sizes = [block.sequences * block.tokens for block in blocks]
     prompts = _prompts(key, value, blocks)
@@ -72,7 +71,7 @@ def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks
 
 
 def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the prompts that other sequences attend to, [tokens, K, D] each; they come first."""
+    """Return keys and values of the shared prompts, [tokens, K, D] each. Prompts come first in the pack."""
     whole = [block for block in blocks if block.prompt is None]
     if len(whole) == len(blocks):
         return []
@@ -82,8 +81,10 @@ def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, T
 
 
 def _future(tokens: int, like: Tensor) -> Tensor:
-    """The causal mask that is added to the attention scores of a sequence: -inf for tokens that come later. [tokens,
-    tokens]; its last rows are the mask of the last tokens."""
+    """Return the causal mask added to attention scores, [tokens, tokens]: -inf for later tokens.
+
+    Its last rows are the mask of the last tokens.
+    """
     size = 1 << (tokens - 1).bit_length()
     return _causal_mask(size, like.dtype, like.device)[:tokens, :tokens]
 
@@ -95,15 +96,17 @@ def _causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def bounds(blocks: Blocks, device: torch.device) -> Tensor:
-    """[N + 1], int32: where each sequence begins, and where the last one ends. Made once for all layers of a pass."""
+    """[N + 1], int32: start of each sequence and end of the last one. Cached for all layers of a pass."""
     assert all(block.prompt is None for block in blocks), "the kernel knows no shared prompts"
     ends = np.cumsum(np.repeat([block.tokens for block in blocks], [block.sequences for block in blocks]))
     return torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device)
 
 
 def causal_kernel(varlen_attn: Callable[..., Any]) -> Kernel:
-    """torch's `varlen_attn` for causal self-attention. A version that knows no `enable_gqa` gets a key and a value for
-    every query head."""
+    """Wrap torch's `varlen_attn` for causal self-attention.
+
+    A torch version without `enable_gqa` gets one key and one value for every query head.
+    """
     takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
@@ -117,24 +120,23 @@ def causal_kernel(varlen_attn: Callable[..., Any]) -> Kernel:
 
 
 def _spread(tensor: Tensor, shared: int) -> Tensor:
-    """[T, K, D] -> [T, K * shared, D]: each key-value head for all query heads that share it."""
+    """Repeat each key-value head for all query heads that share it. [T, K, D] -> [T, K * shared, D]."""
     return tensor.repeat_interleave(shared, dim=1)
 
 
 @functools.cache
 def _kernel() -> Kernel:
-    from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along: seconds
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler: seconds
 
     return causal_kernel(varlen_attn)
 
 
 @functools.cache
 def compiled_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module of compiled operations for tensors of this device and dtype; None where there is none, and torch's
-    operations do the same."""
+    """Return the module of compiled operations for this device and dtype; None: use torch's."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
-    from areal_core.training.model import compiled  # kernels, compiled or loaded by the first process that needs them
+    from areal_core.training.model import compiled  # compiles or loads the kernels on first use
 
     return compiled
 
@@ -147,7 +149,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads, [T, H, D]; cos and sin [T, 1, D], the same in both halves of D, without gradients."""
+    """Apply the rotary embedding to heads, [T, H, D].
+
+    cos and sin are [T, 1, D], equal in both halves of D, and get no gradients.
+    """
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
 
 
@@ -159,7 +164,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
+    """Rotation whose gradient is the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -173,7 +178,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Heads rotated by the angles, or back by them for a `direction` of -1."""
+    """Rotate heads by the angles, or back with a `direction` of -1."""
     if compiled := compiled_for(x.device, x.dtype):
         return compiled.rotated(x, cos, sin, direction)
     half = x.shape[-1] // 2

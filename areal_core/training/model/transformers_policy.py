@@ -1,8 +1,9 @@
-"""The forward pass of models that this package has none of its own for: transformers' modules, on padded sequences.
+"""The forward pass with transformers' modules, for models that this package has no pass for.
 
-Sequences of a micro-batch are cut into batches in which none is twice as long as another, unless a pass is collective,
-and padded on the right. What a model does to its logits (a cap, a scale, a bias) is its own. Axes: N sequences, L
-tokens of the longest, V vocabulary, A completion tokens (the targets).
+A micro-batch is cut into padded batches in which no sequence is twice as long as another. If passes are collective, it
+stays one batch. The model itself applies a cap, scale or bias to its logits. Padding is on the right.
+
+Axes: N sequences, L tokens of the longest, V vocabulary, A completion tokens (the targets).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from areal_core.training.batching.packing import Packed
 from areal_core.training.model.forward import recomputed
 from areal_core.types import Lora
 
-_ROWS = 1024  # of logits in float32 at once
+_ROWS = 1024  # rows of logits in float32 at once
 
 
 class _Batch(NamedTuple):
-    """Sequences, padded on the right."""
+    """Sequences padded on the right."""
 
     tokens: NDArray[np.int64]  # [N, L]
     mask: NDArray[np.int64]  # [N, L] 1 for a token, 0 for padding
@@ -42,12 +43,11 @@ class _Batch(NamedTuple):
 
 
 class TransformersPolicy(nn.Module):
-    """transformers' module of a model, without weights until some are installed. Dropout is off; buffers stay float32
-    whatever the weights are.
+    """transformers' module of a model, without model weights until `install`. Dropout is off; buffers stay float32.
 
-    Raises ModelError for an architecture that transformers does not have as a causal language model, and where its
-    parameters are not the tensors of the model's files: it then names or lays out some of them in another way, as it
-    does with mixtures of experts.
+    Raises ModelError if transformers has no such causal language model. Also raises it if the module's parameters
+    differ from the tensors of the model's files. transformers renames or rearranges some tensors, as in mixtures of
+    experts.
     """
 
     def __init__(
@@ -59,16 +59,18 @@ class TransformersPolicy(nn.Module):
         whole: bool = False,
         lora: Lora | None = None,
     ) -> None:
-        """`whole`: a micro-batch is one batch, so that all ranks call every layer equally often. `lora`: linear layers
-        have adapters, peft's."""
+        """`whole` keeps a micro-batch in one batch, so that all ranks call every layer equally often.
+
+        `lora` adds peft's adapters to linear layers.
+        """
         super().__init__()
         self.temperature = temperature
         self.whole = whole
-        self.dtype = torch.float32  # of weights that an engine brings into its own precision
+        self.dtype = torch.float32  # of weights that an engine converts itself
         self.module = _module(spec)
         if lora is not None:
             _add_adapter(self.module, lora)
-        self._places = _places(self.module)  # of each parameter; several of one that is tied
+        self._places = _places(self.module)  # all places of each parameter; a tied one has several
         self._installed: Mapping[str, Tensor] | None = None
         _check_names(spec, {name: parameter.shape for name, parameter in self.named_weights.items()}, lora)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
@@ -81,12 +83,14 @@ class TransformersPolicy(nn.Module):
 
     @property
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """By their names in transformers, each once."""
+        """Parameters by their names in transformers, each once."""
         return {_plain(name): parameter for name, parameter in self.module.named_parameters()}
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
-        """Run with these weights from now on: the tensors themselves, not copies. A gradient reaches them as long as no
-        others are installed before the backward pass."""
+        """Use these tensors themselves, not copies, in all later passes.
+
+        Gradients reach them only if no others are installed before the backward pass.
+        """
         if weights is self._installed:
             return
         self._installed = weights
@@ -100,7 +104,7 @@ class TransformersPolicy(nn.Module):
                     module._buffers[attribute] = buffer.to(device)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the completion tokens, each [A], nats; as `forward.completion_logprobs`."""
+        """Return log-probability and entropy of the completion tokens, each [A], nats."""
         parts = [self._batch(batch) for batch in _padded(packed, whole=self.whole)]
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
         return logprobs, entropies
@@ -116,7 +120,7 @@ class TransformersPolicy(nn.Module):
         return stacked[0], stacked[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformersPolicy:
-        """As in torch, but buffers keep their precision: rotary angles in half precision are wrong by degrees."""
+        """As in torch, but buffers keep their precision: rotary angles in half precision are off by degrees."""
         before = {id(module): dict(module._buffers) for module in self.modules()}
         super()._apply(fn, recurse)
         for module in self.modules():
@@ -158,15 +162,15 @@ def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _add_adapter(module: PreTrainedModel, lora: Lora) -> None:
-    from peft import LoraConfig, inject_adapter_in_model  # seconds, where it is needed
+    from peft import LoraConfig, inject_adapter_in_model  # an import of seconds
 
-    alpha: Any = lora.alpha  # peft says that it were whole
+    alpha: Any = lora.alpha  # peft's annotation says int
     settings = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets), lora_dropout=0.0)
     inject_adapter_in_model(settings, module)
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter without what peft puts into it."""
+    """Return a parameter's name without peft's additions."""
     return (
         name.replace(".base_layer.", ".")
         .replace(".lora_A.default.", ".lora_A.")
@@ -190,7 +194,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _padded(packed: Packed, *, whole: bool) -> Iterator[_Batch]:
-    """The batches of a micro-batch."""
+    """Cut a micro-batch into padded batches."""
     assert all(block.prompt is None for block in packed.blocks), "transformers' modules know no shared prompts"
     row = 0
     for _, members in groupby(packed.blocks, key=lambda block: whole or block.tokens.bit_length()):
@@ -209,7 +213,7 @@ def _padded(packed: Packed, *, whole: bool) -> Iterator[_Batch]:
 
 
 def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[A, V] -> [2, A]: the log-probability of each target, and the entropy, of softmax(logits / temperature)."""
+    """Log-probability of each target and entropy of softmax(logits / temperature). [A, V] -> [2, A]."""
     logits = logits.float() / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
