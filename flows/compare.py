@@ -30,7 +30,7 @@ from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
-from flows.comparison.report import metrics, report_page, result_table, result_title
+from flows.comparison.report import metrics, report_page, result_table, result_title, trial_table
 from flows.comparison.trials import load_result, run_trial
 from flows.page import Progress, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
@@ -53,6 +53,7 @@ def areal_compare(
     seeds: Annotated[list[Natural], Field(min_length=1)] = [1, 2, 3],  # noqa: B006 - Prefect shows the default in its form
     overrides: list[str] = [],  # noqa: B006
     name: str | None = None,
+    matched: bool = True,
 ) -> State:
     """Runs that differ in one thing, compared: every arm with every seed, matched in what they train on, and a report.
 
@@ -64,12 +65,15 @@ def areal_compare(
         overrides: Any other setting of all arms, one a line, as training.steps=50.
         name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and
             perhaps new arms or seeds; the arms and seeds of this form count as given. Empty: a new one.
+        matched: Arms must have the same prompts, model and evaluation. False: they may differ in anything.
     """
     tie_to_worker()
     # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
     name = name or generated_name(experiment, flow_run.id[-12:])
     try:
-        asked = Comparison(name=name, experiment=experiment, arms=arms, seeds=seeds, overrides=overrides)
+        asked = Comparison(
+            name=name, experiment=experiment, arms=arms, seeds=seeds, overrides=overrides, matched=matched
+        )
         with Progress(PROGRESS) as shown:
             return _run_trials(asked, _Progress(name, shown))
     except ArealError as error:
@@ -168,7 +172,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
         done = len(trials) - len(failures)
         with _untracked_at_worst():
             parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", folder / "report.md"])
-    table = result_table(comparison.arms, results)
+    table = result_table(comparison.arms, results) if comparison.matched else trial_table(results)
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]
     log = get_run_logger().warning

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +17,21 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, one_line
 from areal_core.run.folders import run_folder
+from flows.places import FILES
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = FILES / "conf"
 
 ConfigStore.instance().store(name="schema", node=dataclasses.asdict(RunConfig()))
 
@@ -82,6 +86,64 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
     return load(cast(Mapping[str, Any], values))
 
 
+def split_experiment(settings: Sequence[str], default: str = "cpu-async") -> tuple[str, list[str]]:
+    """The experiment among the settings of a command line, and the others. The settings of an experiment in a file of
+    the user's, `experiment=own.yaml`, come before them. Raises ConfigError."""
+    experiment, own, others = default, [], []
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        if field.strip() != "experiment":
+            others.append(setting)
+        elif value.endswith((".yaml", ".yml")):
+            experiment, own = default or "cpu-async", _settings_of(Path(value))
+        else:
+            experiment, own = value, []
+    return experiment, [*own, *others]
+
+
+def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Overrides of one value, and the values of each field that has several, as in `seed=1,2,3`. Raises ConfigError."""
+    common, varied = [], {}
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed.is_sweep_override():
+            varied[parsed.key_or_group] = [str(value) for value in parsed.sweep_string_iterator()]
+        else:
+            common.append(override)
+    return common, varied
+
+
+def _settings_of(file: Path) -> list[str]:
+    """The settings of an experiment in a file like those of conf/experiment."""
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise ConfigError(f"experiment: can't read {file}: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"experiment: {file} must hold fields and their values")
+    settings: list[str] = []
+    for group in values.pop("defaults", []):
+        if group == "_self_":
+            continue
+        [(name, option)] = group.items() if isinstance(group, dict) else [("", group)]
+        if not str(name).startswith("override /"):
+            raise ConfigError(f"experiment: {file}: defaults may hold 'override /GROUP: OPTION', got {group!r}")
+        settings.append(f"{str(name).removeprefix('override /')}={option}")
+    return settings + [f"{name}={_value(value)}" for name, value in leaves(cast(Mapping[str, Any], values))]
+
+
+def _value(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_value(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
 def quoted(value: str) -> str:
     """A value that Hydra's grammar takes as it stands."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -98,10 +160,7 @@ def _composed(*arguments: str) -> DictConfig:
 def _checked(override: str) -> str:
     """`override` in a form that Hydra takes. Values are forced in: names of fields are for `load` to judge, because it
     knows what was meant."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        raise ConfigError(f"overrides: {override!r} is not of the form field=value") from error
+    parsed = _parsed(override)
     name = parsed.key_or_group
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: must be one value, got {parsed.get_value_string()!r}")
@@ -116,6 +175,13 @@ def _checked(override: str) -> str:
     if (option := parsed.get_value_string()) not in _options(name):
         raise _unknown(name, option, _options(name))
     return override
+
+
+def _parsed(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(f"overrides: {override!r} is not of the form field=value") from error
 
 
 def _options(group: str) -> list[str]:
@@ -139,7 +205,7 @@ def _config_error(error: BaseException) -> ConfigError:
 # ---- the benchmarks of an evaluation ----
 
 
-EVALUATION = "_evaluation"  # a file of conf/experiment that is no choice of `make train`
+EVALUATION = "_evaluation"  # a file of conf/experiment that is no choice of `areal train`
 
 
 def benchmark_configs(

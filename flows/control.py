@@ -20,8 +20,9 @@ import msgspec
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.run.command import run_command
 from flows.machine import secret_values, told
+from flows.places import WORK
 from flows.services import MARK, Services
-from flows.stack import MLFLOW_ENVIRONMENT, ROOT, responds
+from flows.stack import MLFLOW_ENVIRONMENT, responds
 
 _DATABASES = ("prefect", "mlflow", "mlflow_users")
 _RESTARTS = 5
@@ -111,7 +112,7 @@ def serve() -> None:
     database = Database(state / "postgres")
     users = state / "mlflow.ini"
     users.write_text(_MLFLOW_USERS.format(database=database.url("mlflow_users")))
-    with Services(cwd=ROOT, logs=logs) as services:
+    with Services(cwd=WORK, logs=logs) as services:
         services.start("postgres", database.argv, {}, restarts=_RESTARTS)
         services.until_ready({"postgres": database.responds})
         for name in _DATABASES:

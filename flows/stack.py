@@ -1,7 +1,7 @@
 """The local servers behind the pages: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
 
-One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
-in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it ends with that command. It
+One supervisor process (`python -m flows.stack`) starts all three at once, in sessions of their own, and ends them
+in order. `areal up` leaves it behind as a daemon; under `areal train` and `areal compare` it ends with that command. It
 keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
 `.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started again a few times; runs go on
 meanwhile. With the worker the stack ends. The environment wins: a
@@ -24,7 +24,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from areal_core.config.fields import refuse_credentials
@@ -33,12 +32,10 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
 from areal_core.launch.supervisor import FileLock
 from areal_core.launch.sweeper import end_marked
-from areal_core.run.command import Parser, run_command
 from areal_core.storage.rundir import write_json
+from flows.places import STATE, WORK
 from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 
-ROOT = Path(__file__).resolve().parent.parent
-STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
@@ -104,14 +101,14 @@ class Launch:
         self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         self._mark = secrets.token_hex(8)
         # In a session of its own: Ctrl-C in the terminal is for the command, which ends things in order. The one of
-        # `make up` outlives it.
+        # `areal up` outlives it.
         self._process = children.start(
             "stack",
-            [sys.executable, "-m", "flows.stack", "serve", owner, str(report)],
+            [sys.executable, "-m", "flows.stack", owner, str(report)],
             log=log_file(LOGS, "stack"),
             environment={MARK: self._mark},
             grace_s=_WORKER_GRACE_S + 2 * GRACE_S,
-            cwd=ROOT,
+            cwd=WORK,
             pass_fds=(report,),
             outlives=owner == "up",
         )
@@ -167,7 +164,7 @@ def stop(stack: Stack) -> None:
 def serve(owner: Owner, report: int) -> int:
     """Body of the supervisor: start, report, watch until asked to end, end everything. Returns the exit code.
 
-    A line of JSON each goes to the descriptor `report`: the stack or an error; unless under `make up` also
+    A line of JSON each goes to the descriptor `report`: the stack or an error; unless under `areal up` also
     what happens after that.
     """
 
@@ -181,7 +178,7 @@ def serve(owner: Owner, report: int) -> int:
         return 1
 
     try:
-        with _lock(), Services(cwd=ROOT, logs=LOGS) as services:
+        with _lock(), Services(cwd=WORK, logs=LOGS) as services:
             try:
                 if owner != "up":
                     process.adopt()
@@ -241,7 +238,7 @@ def _mlflow_argv(port: int) -> list[str]:
 
 def _lock() -> FileLock:
     """The lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
-    busy = "this checkout already runs a stack; `make down` ends what `make up` started"
+    busy = f"servers already run in {STATE.parent}; `areal down` stops those of `areal up`"
     return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
@@ -295,35 +292,6 @@ def responds(url: str) -> bool:
         return False
 
 
-def _up() -> None:
-    stack = running()
-    if stack is not None and stack.owner != "up":
-        raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack; wait for its end")
-    if stack is None:
-        stack = Launch("up").wait_ready()
-    print(f"{stack.pages}\n`make train`, `make compare` and `make evaluate` use these servers. `make down` stops them.")
-
-
-def _down() -> None:
-    stack = running()
-    if stack is None:
-        print("No servers are running.")
-    elif stack.owner != "up":
-        raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack, which ends with it")
-    else:
-        stop(stack)
-        print("Stopped.")
-
-
-def main() -> int:
-    parser = Parser(prog="python -m flows.stack", description=__doc__)
-    parser.add_argument("command", choices=("up", "down"))
-    commands = {"up": _up, "down": _down}
-    if sys.argv[1:2] == ["serve"]:  # by `Launch`
-        owner: Any = sys.argv[2]
-        return serve(owner, int(sys.argv[3]))
-    return run_command(lambda: commands[parser.parse_args().command]())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # by `Launch`
+    its_owner: Any = sys.argv[1]
+    sys.exit(serve(its_owner, int(sys.argv[2])))

@@ -1,8 +1,8 @@
-"""What `make train` and `make compare` have in common: the servers, and one flow run watched to its end.
+"""What `areal train` and `areal compare` have in common: the servers, and one flow run watched to its end.
 
 Servers that are up already are used; what the command starts ends with it. Exit code 0 only if the flow run Completed,
 2 for a wrong setting, 1 for a failed run, 130 after Ctrl-C, which cancels the flow run: its trainer ends the step and
-writes a checkpoint. A second Ctrl-C kills what the command started; servers of `make up` go on cancelling the flow run.
+writes a checkpoint. A second Ctrl-C kills what the command started; servers of `areal up` go on cancelling it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ News = Callable[[], list[str]]  # what the user was not told yet; raises Process
 
 
 def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dict[str, Any]]) -> int:
-    """Body of the command `make OWNER`: one flow run of `deployment`. Returns the exit code.
+    """Body of the command `areal OWNER`: one flow run of `deployment`. Returns the exit code.
 
     `parameters` are the flow's; the call raises ConfigError for what is wrong with them, before anything starts.
     """
@@ -56,7 +56,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         up = stack.running()
         if up is not None and up.owner != "up":
             raise ConfigError(
-                f"`make {up.owner}` (pid {up.pid}) is running in this checkout; start `make up` first to run several"
+                f"`areal {up.owner}` (pid {up.pid}) already runs here; start `areal up` first to run several"
             )
         if up is None:
             launch = stack.Launch(owner)
@@ -120,7 +120,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             console.print(f"[red]{state.name}[/]: {_safe(why)}", soft_wrap=True)
             return 1
     if up.owner != "up":
-        console.print("Run `make up` to open these pages again.")
+        console.print("Run `areal up` to open these pages again.")
     return 0
 
 

@@ -34,11 +34,13 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
+from flows.places import FILES, STATE, WORK
 from flows.provision.nodes import control_outputs
 from flows.shares import REAPER
-from flows.stack import ROOT, SOLE, STATE, WORKER_READY
+from flows.stack import SOLE, WORKER_READY
 
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
+PREFECT_FILE = FILES / "prefect.yaml"
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
 NODES_POOL = "areal-nodes"  # nodes have workers of their own
@@ -84,7 +86,7 @@ async def _prepare() -> list[UUID]:
 
 async def _schedule(paused: Iterable[UUID]) -> None:
     """Make the schedules of deployments known, and pause those that were `paused`: `prefect deploy` resumes them."""
-    schedules = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["schedules"]
+    schedules = yaml.safe_load(PREFECT_FILE.read_text())["definitions"]["schedules"]
     if control_outputs(STATE):  # there may be nodes that nobody has any more
         schedules[REAPER]["always"]["active"] = True
     async with get_client() as client:
@@ -160,8 +162,8 @@ async def _mark_crashed(client: PrefectClient) -> None:
 def _deploy() -> None:
     """`prefect deploy` itself, so that prefect.yaml means here what it means to everybody; in this process, which has
     Prefect imported."""
-    os.chdir(ROOT)
-    sys.argv = ["prefect", "--no-prompt", "deploy", "--all"]
+    os.chdir(WORK)  # the working directory of flow runs
+    sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE)]
     try:
         runpy.run_module("prefect", run_name="__main__")
     except SystemExit as ended:

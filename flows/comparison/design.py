@@ -11,6 +11,8 @@ machine that grows slower nor a cold start favours an arm.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,14 +59,17 @@ def plan_trials(
     arms: Mapping[str, Sequence[str]],
     seeds: Sequence[int],
     overrides: Sequence[str] = (),
+    *,
+    matched: bool = True,
 ) -> list[Trial]:
-    """All trials of a comparison, in the order in which to run them; `overrides` hold for every arm.
+    """All trials of a comparison, in the order in which to run them; `overrides` hold for every arm. Unless they are to
+    be `matched`, arms may differ in anything.
 
     Raises ConfigError in one line: for names, seeds and overrides that can't be, and for arms that don't match.
     """
     for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
         check_name(field, name)
-    if len(arms) < 2:
+    if matched and len(arms) < 2:
         raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
     if not seeds:
         raise ConfigError("seeds: must be at least one")
@@ -78,7 +83,8 @@ def plan_trials(
         for arm, config in composed.items():
             with _named(arm):
                 configs[arm] = load(replace(config, seed=seed).to_dict())
-        check_matched(configs)
+        if matched:
+            check_matched(configs)
         first = position % len(arms)
         for arm in [*arms, *arms][first : first + len(arms)]:
             trials.append(Trial(arm=arm, seed=seed, run_id=f"{comparison}.{arm}.s{seed}", config=configs[arm]))
@@ -89,6 +95,25 @@ def generated_name(experiment: str, unique: str) -> str:
     """The name of a comparison that was given none; `unique` are letters and digits."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", experiment)[: _MAX_NAME - len(unique) - 1].strip("-")
     return f"{plain}-{unique}"
+
+
+def read_seeds(words: Sequence[str]) -> list[int]:
+    """Seeds from the command line. Raises ConfigError."""
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise ConfigError(f"seed: must be whole numbers, as in seed=1,2,3, got {wrong[0]!r}")
+    return [int(word) for word in words]
+
+
+def sweep_arms(varied: Mapping[str, Sequence[str]], seed: int) -> tuple[list[int], dict[str, list[str]]]:
+    """The seeds and the arms of a sweep: every combination of the values of each field. `seed` is that of all where
+    none are swept. Raises ConfigError."""
+    others = {field: values for field, values in varied.items() if field != "seed"}
+    arms: dict[str, list[str]] = {}
+    for values in itertools.product(*others.values()):
+        name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(values)).strip("-")[: _MAX_NAME - 4].strip("-") or "run"
+        name = name if name not in arms else f"{name}-{len(arms) + 1}"
+        arms[name] = [f"{field}={value}" for field, value in zip(others, values, strict=True)]
+    return read_seeds(varied["seed"]) if "seed" in varied else [seed], arms
 
 
 def check_matched(configs: Mapping[str, RunConfig]) -> None:
@@ -200,10 +225,15 @@ class Comparison:
     arms: Mapping[str, Sequence[str]]  # name -> overrides; the first is the reference
     seeds: Sequence[int]
     overrides: Sequence[str] = ()  # of every arm
+    matched: bool = True  # arms differ only in how they generate and train; False: a sweep
+
+    def parameters(self) -> dict[str, Any]:
+        """Those of the flow `areal-compare`."""
+        return dataclasses.asdict(self)
 
     def trials(self) -> list[Trial]:
         """All of them, in the order in which to run them. Raises ConfigError, as `plan_trials` does."""
-        return plan_trials(self.name, self.experiment, self.arms, self.seeds, self.overrides)
+        return plan_trials(self.name, self.experiment, self.arms, self.seeds, self.overrides, matched=self.matched)
 
     def folder(self) -> Path:
         """Where its record and its report go: below `state_dir`, as it is for all arms. Raises ConfigError."""
@@ -217,6 +247,7 @@ class Comparison:
         """
         self._check("experiment", self.experiment, known.experiment)
         self._check("overrides", list(self.overrides), list(known.overrides))
+        self._check("matched", self.matched, known.matched)
         arms = dict(known.arms)
         for arm, overrides in self.arms.items():
             self._check(f"arms.{arm}", list(overrides), list(arms.setdefault(arm, overrides)))
@@ -226,7 +257,8 @@ class Comparison:
         folder = self.folder()
         folder.mkdir(parents=True, exist_ok=True)
         arms = [{"name": arm, "overrides": overrides} for arm, overrides in self.arms.items()]  # a list keeps the order
-        plan = {"experiment": self.experiment, "arms": arms, "seeds": self.seeds, "overrides": self.overrides}
+        plan = self.parameters() | {"arms": arms}
+        del plan["name"]
         write_json(folder / "plan.json", plan)
 
     def _check(self, field: str, asked: object, known: object) -> None:

@@ -39,6 +39,20 @@ def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
     ]
 
 
+def trial_table(results: Results) -> list[dict[str, str]]:
+    """A row a trial: its settings, its seed and the headline measures."""
+    rows = [row for row in measures(results) if row.headline]
+    return [
+        {
+            "run": f"{arm} seed {result.trial.seed}",
+            **{row.label: cell(row, {arm: ()}, [result], arm) for row in rows},
+            "succeeded": "no" if result.summary is None else "yes",
+        }
+        for result in results
+        for arm in [result.trial.arm]
+    ]
+
+
 def result_title(comparison: str, arms: Arms, results: Results) -> str:
     """The title of the table: how to read it."""
     title = f"{EMULATED}\n" if results[0].trial.config.emulated else ""

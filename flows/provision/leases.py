@@ -189,7 +189,7 @@ class Leases:
         if claimant.by == "flow" and found.by == "command" and now <= found.expires_at + self.margin_s:
             return (
                 f"run {found.run}: {found.owner} keeps its nodes by hand until {found.expires}; "
-                "`make nodes ACTION=destroy` ends them"
+                "`areal nodes ACTION=destroy` ends them"
             )
         return None
 

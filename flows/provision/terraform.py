@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from areal_core.errors import ConfigError, ProvisionError
+from flows.places import FILES
 
-INFRA = Path(os.environ.get("AREAL_INFRA", Path(__file__).resolve().parents[2] / "infra" / "terraform"))
+INFRA = Path(os.environ.get("AREAL_INFRA", FILES / "infra" / "terraform"))
 PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # a folder that mirrors the providers, for machines that reach no registry
 BINARY = "AREAL_TERRAFORM"  # another program than terraform
 

@@ -1,4 +1,4 @@
-"""Each process of `make train` is killed in the middle of its run: what follows is a run that recovers, or an end that
+"""Each process of `areal train` is killed in the middle of its run: what follows is a run that recovers, or an end that
 says in one line what died; never a hang, a process that nobody owns, or a failure that looks like success."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_mlflow_dies_and_the_run_completes(state: Path, command: str) -> None:
     [
         ("flows.worker", "areal: error: worker was killed by SIGKILL"),
         ("prefect.engine", "Crashed: "),
-        ("flows.stack serve", "areal: error: the supervisor of the servers is gone"),
+        ("flows.stack train", "areal: error: the supervisor of the servers is gone"),
     ],
 )
 def test_death_of_what_runs_the_flow_ends_the_command_with_one_line(state: Path, command: str, line: str) -> None:

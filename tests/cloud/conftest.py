@@ -14,8 +14,8 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 
+from flows.places import FILES
 from flows.provision.nodes import Nodes
-from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.emulated_cloud.cloud import missing as emulation_missing
 from tests.support.cloud import (
@@ -83,7 +83,7 @@ def control(cloud: Cloud, infra: Path) -> Root:
             "bucket": BUCKET,
             "image": cloud.image(),
             "secrets": {"prefect": PARAMETER, "mlflow": MLFLOW_PARAMETER},
-            "software": {"path": str(ROOT)},
+            "software": {"path": str(FILES)},
         }
     )
     # The emulated cloud does not look at the condition of a denial, which is that a request is not encrypted.
@@ -131,7 +131,7 @@ def nodes(
         "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
         "prefect": {"api_url": str(prefect.api_url), "work_pool": POOL},
         "secrets": {"PREFECT_API_AUTH_STRING": PARAMETER},
-        "software": {"path": str(ROOT)},
+        "software": {"path": str(FILES)},
         "image": cloud.image(),
     }
     state = control_state(infra, tmp_path_factory.mktemp("state"))

@@ -16,8 +16,8 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
 from flows.control import Control
+from flows.places import FILES
 from flows.provision.nodes import Nodes
-from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud, tags_of
 from tests.support.processes import wait_for
@@ -58,7 +58,7 @@ def test_its_worker_comes_and_its_end_is_set(nodes: Nodes, cloud: EmulatedCloud,
     ("replaced", "line"),
     [
         ((PARAMETER, "/areal/another"), "areal: error: secrets: there is no parameter /areal/another in us-east-1"),
-        ((f"{ROOT}/.venv", "/none/.venv"), "The image has no environment, and software.install is empty."),
+        ((f"{FILES}/.venv", "/none/.venv"), "The image has no environment, and software.install is empty."),
     ],
 )
 def test_what_a_node_lacks_is_in_its_log(
@@ -106,5 +106,5 @@ def test_what_the_control_plane_s_machine_runs(control: Root, cloud: Cloud, tmp_
     told = msgspec.json.decode((tmp_path / "etc/areal/control.json").read_bytes(), type=Control)
     assert (told.address, told.artifacts) == (instance["PrivateIpAddress"], "s3://areal-emulated/mlflow")
     unit = (tmp_path / "etc/systemd/system/areal-control.service").read_text()
-    assert f"ExecStart={ROOT}/.venv/bin/python -m flows.control " in unit
+    assert f"ExecStart={FILES}/.venv/bin/python -m flows.control " in unit
     assert (tmp_path / "ran").read_text().splitlines()[-1] == "systemctl enable --now areal-control"

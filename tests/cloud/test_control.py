@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from flows.control import Control
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud
 from tests.support.processes import free_port, wait_for
 from tests.support.terraform import CREDENTIALS, REGION
@@ -56,7 +56,7 @@ class Servers:
         self._log = (folder / "control.log").open("a+")
         self.process = subprocess.Popen(
             [*_AS_ANOTHER, sys.executable, "-m", "flows.control", str(folder / "control.json")],
-            cwd=ROOT,
+            cwd=FILES,
             env=kept | CREDENTIALS | {"AWS_ENDPOINT_URL": cloud.endpoint},
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import FlowRun
 
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET, MLFLOW_SECRET, SECRET, tags_of
 from tests.support.plane import SECRETS, Plane
@@ -49,7 +49,7 @@ def asked(plane: Plane, image: str) -> list[str]:
     return [
         *(f"provision.{role}.{field}" for role in ("generation", "trainer") for field in ("gpu=none", "gpus=0")),
         *("provision.generation.count=2", "provision.generation.spot=true", "provision.generation.max_price=0.2"),
-        *("provision.trainer.price=0.4", f"provision.image={image}", f"provision.software={ROOT}"),
+        *("provision.trainer.price=0.4", f"provision.image={image}", f"provision.software={FILES}"),
         *("provision.owner=somebody@example.org", "provision.lease_s=60", "provision.lost_s=300"),
         *("provision.boot_s=120", f"provision.prefect_api_url={plane.api}"),
         f"provision.environment='{' '.join(f'{name}={value}' for name, value in environment.items())}'",
@@ -90,7 +90,7 @@ def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     plane.at_work(another, other, {"trainer-0", "generation-0"})
     nodes, other_nodes = cloud.instances(run_id), cloud.instances(other)
     plane.until("the run trains", lambda: plane.step(flow_run) >= 2, flow_run)
-    token = cloud.run_in(node_of(begun["trainer-0"]), "cat", f"{ROOT}/.areal/runs/{run_id}/token").strip()
+    token = cloud.run_in(node_of(begun["trainer-0"]), "cat", f"{FILES}/.areal/runs/{run_id}/token").strip()
     user_data = [cloud.user_data(role, run_id) for role in ("generation", "trainer")]
     reclaimed = node_of(begun["generation-1"])
     cloud.reclaim(reclaimed, 120.0)

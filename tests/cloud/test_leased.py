@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.places import FILES
 from flows.provision import leased
 from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.leases import name_of
-from flows.stack import ROOT
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
 from tests.support.terraform import Root, control_state, terraform_on
@@ -40,7 +40,7 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
         "nodes": {"trainer": {"count": 1, "gpu": "none", "gpus": 0}},
         "lease": {"owner": "somebody@example.org", "expires_at": "2037-01-31T12:00:00Z"},
         "prefect": {"api_url": "http://10.64.0.9:4200/api", "work_pool": "areal-nodes"},
-        "software": {"path": str(ROOT)},
+        "software": {"path": str(FILES)},
         "image": cloud.image(),
     }
     said: list[str] = []

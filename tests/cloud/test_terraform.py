@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.places import FILES
 from flows.provision.terraform import INFRA
-from flows.stack import ROOT
 from tests.support.terraform import Root
 
-CHECKOV = ROOT / ".venv-checkov" / "bin" / "checkov"
+CHECKOV = FILES / ".venv-checkov" / "bin" / "checkov"
 # The last file of the folder: what its tests share ends here.
 pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 

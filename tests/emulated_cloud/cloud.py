@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.emulated_cloud import init
 from tests.emulated_cloud.daemon import ADDRESS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
 from tests.support import namespaces
@@ -106,7 +106,7 @@ class EmulatedCloud(Cloud):
         with (self.folder / "daemon.log").open("ab") as log:
             self._daemon = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=FILES,
                 env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.emulated_cloud import init
 from tests.support import namespaces
 from tests.support.namespaces import Switch
@@ -103,7 +103,7 @@ class Machine:
             hostname="ip-" + self.address.replace(".", "-"),
             folder=str(folder),
             kept=_kept(),
-            hidden=[str(self._site.folder), str(ROOT / ".areal")],
+            hidden=[str(self._site.folder), str(FILES / ".areal")],
             endpoint=self._site.endpoint,
             user_data=user_data,
             power_off_s=self._site.power_off_s,
@@ -121,8 +121,8 @@ class Machine:
         with path.open("ab") as log, namespaces.new_pids():
             return subprocess.Popen(
                 [sys.executable, "-S", "-P", init.__file__],
-                cwd=ROOT,
-                env={"PYTHONPATH": str(ROOT), "PATH": init.ENVIRONMENT["PATH"]},
+                cwd=FILES,
+                env={"PYTHONPATH": str(FILES), "PATH": init.ENVIRONMENT["PATH"]},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -200,7 +200,7 @@ def _kept() -> list[str]:
     """Folders that software needs and that the file system of a machine would not have: on another one than the root,
     or in what is fresh there."""
     mounted = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()} - {"/"}
-    needed = {str(ROOT), *(str(Path(folder).resolve()) for folder in (ROOT, sys.prefix, sys.base_prefix))}
+    needed = {str(FILES), *(str(Path(folder).resolve()) for folder in (FILES, sys.prefix, sys.base_prefix))}
     apart = mounted | set(init.FRESH)
     return sorted(path for path in needed if any(path == place or path.startswith(f"{place}/") for place in apart))
 

@@ -1,4 +1,4 @@
-"""Faults of what surrounds a run in `make train`: Prefect's server, its worker, the flow run's process, and MLflow.
+"""Faults of what surrounds a run in `areal train`: Prefect's server, its worker, the flow run's process, and MLflow.
 
 Each is stopped for a moment, which costs nothing; then one is killed. The death of MLflow or of Prefect's server costs
 the view alone; any other ends the command in order, and the run goes on where it ended under a launcher of its own.
@@ -22,7 +22,7 @@ from mlflow import MlflowClient
 
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.faults.checker import Outcome, check
 from tests.faults.history import History
 from tests.support.control import environment, processes_of, tiny
@@ -51,16 +51,16 @@ class Recorded(NamedTuple):
 
 
 class Train:
-    """`make train` at work. A context: whatever is left at its end is killed."""
+    """`areal train` at work. A context: whatever is left at its end is killed."""
 
     def __init__(self, state: Path, steps: int, *settings: str) -> None:
         self._state = state
         self._before = self._runs()
         self._output = (state / f"train-{len(self._before)}.txt").open("w+")
-        command = [sys.executable, "-m", "flows.train", "--steps", str(steps), *tiny(state), *settings]
+        command = [sys.executable, "-m", "flows.cli", "train", f"training.steps={steps}", *tiny(state), *settings]
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=FILES,
             env=environment(state),
             stdout=self._output,
             stderr=subprocess.STDOUT,

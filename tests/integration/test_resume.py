@@ -25,7 +25,7 @@ from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from flows import prune_command
+from flows.commands import prune as prune_command
 from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
@@ -182,7 +182,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
 
     def prune(*options: str) -> tuple[int, str, str]:
-        status = run_command(lambda: prune_command.main([*options, *given]))
+        status = run_command(lambda: prune_command.run([*options, *given]))
         told = capsys.readouterr()
         return status, told.out, told.err
 

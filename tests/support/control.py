@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flows.compose import configure
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.support.models import put_base_model
 from tests.support.processes import entries
 
@@ -42,7 +42,7 @@ def emulated(state: Path, *, tracked: bool = False) -> list[str]:
 def run_python(state: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """`settings` are variables of the environment."""
     command, settings = [sys.executable, "-m", *arguments], environment(state) | settings
-    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=FILES, env=settings, capture_output=True, text=True, timeout=240)
 
 
 def processes_of(state: Path) -> dict[int, str]:

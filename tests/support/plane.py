@@ -18,9 +18,10 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 
+from flows.places import FILES
 from flows.shared import PROGRESS
 from flows.shares import FINISH
-from flows.stack import ROOT, responds
+from flows.stack import responds
 from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET
 from tests.support.control import processes_of, run_python
@@ -68,7 +69,7 @@ class Plane(ControlPlane):
 
     def up(self) -> None:
         """`make up`: the worker of flows."""
-        started = run_python(self.state, "flows.stack", "up", **self.settings)
+        started = run_python(self.state, "flows.cli", "up", **self.settings)
         assert started.returncode == 0, started.stderr
 
     def train(self, deployment: str, *overrides: str, **parameters: Any) -> UUID:
@@ -174,7 +175,7 @@ def plane_on(
             with plane.client:
                 yield plane
         finally:
-            down = run_python(state, "flows.stack", "down", **plane.settings)
+            down = run_python(state, "flows.cli", "down", **plane.settings)
             assert down.returncode == 0, down.stderr
     wait_for(lambda: not processes_of(state), "the end of what runs on the control host")
 
@@ -188,7 +189,7 @@ def _client(cloud: EmulatedCloud) -> dict[str, Any]:
 def _daemon(name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> Daemon:
     """One that runs on the control host."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
-    return Daemon(state / f"{name}.log", command, {**kept, "DO_NOT_TRACK": "1", **settings}, cwd=ROOT)
+    return Daemon(state / f"{name}.log", command, {**kept, "DO_NOT_TRACK": "1", **settings}, cwd=FILES)
 
 
 @contextmanager

@@ -29,13 +29,13 @@ _TIMEOUT_S = 300.0  # for whatever a test waits for
 @contextmanager
 def brought_up(state: Path, **settings: str) -> Iterator[Up]:
     """`make up`, then `make down`; `settings` are variables of the environment."""
-    started = run_python(state, "flows.stack", "up", **settings)
+    started = run_python(state, "flows.cli", "up", **settings)
     assert started.returncode == 0, started.stderr
     try:
         with (stack := Up(state)).client:
             yield stack
     finally:
-        ended = run_python(state, "flows.stack", "down")
+        ended = run_python(state, "flows.cli", "down")
         assert ended.returncode == 0, ended.stderr
         # what it has killed may be on its way out
         wait_for(lambda: not processes_of(state), lambda: processes_of(state), _TIMEOUT_S)

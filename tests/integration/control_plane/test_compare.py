@@ -27,8 +27,8 @@ _FAILING = ("--arm", "late: mode=async launch.start_timeout_s=0.1")
 
 @pytest.fixture(scope="module")
 def first(up: Up) -> subprocess.CompletedProcess[str]:
-    """`make compare NAME=first SEEDS=1 ...`."""
-    return _compare(up.state, "--name", "first", "--seeds", "1", *_ARMS, *_small(up.state))
+    """`areal compare --name first seed=1 ...`."""
+    return _compare(up.state, "--name", "first", "seed=1", *_ARMS, *_small(up.state))
 
 
 def _small(state: Path) -> list[str]:
@@ -36,7 +36,7 @@ def _small(state: Path) -> list[str]:
 
 
 def _compare(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python(state, "flows.compare_command", *arguments)
+    return run_python(state, "flows.cli", "compare", *arguments)
 
 
 def _trials(up: Up, flow_run: FlowRun) -> dict[str, TaskRun]:
@@ -147,7 +147,7 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
 def _evaluate(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = (f"state_dir={state}", f"storage.url={state}/storage", "generation.slots=8", "launch.devices=1")
     limits = ("task.held_out=12", "task.max_new_tokens=16")
-    return run_python(state, "flows.evaluate_command", *arguments, *settings, *limits)
+    return run_python(state, "flows.cli", "evaluate", *arguments, *settings, *limits)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def model(up: Up) -> str:
 
 
 def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
-    asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "--name", "before")
+    asked = (model, "--benchmark", "arithmetic", "evaluation.samples=2", "--name", "before")
     done = _evaluate(up.state, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     page = up.state / "evaluations" / "before" / "arithmetic.html"

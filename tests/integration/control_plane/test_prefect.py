@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from flows.stack import ROOT
+from flows.places import FILES
 from flows.worker import make_schedules
 from tests.support.control import emulated, environment, processes_of, run_python
 from tests.support.stack import Up, brought_up
@@ -31,7 +31,7 @@ DEPLOYMENT = "areal/train"
 
 
 def test_up_again_finds_what_is_there(up: Up) -> None:
-    assert up.told["prefect_api"].removesuffix("/api") in run_python(up.state, "flows.stack", "up").stdout
+    assert up.told["prefect_api"].removesuffix("/api") in run_python(up.state, "flows.cli", "up").stdout
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
@@ -81,9 +81,9 @@ def test_run_imports_modules_of_the_directory_and_pythonpath_of_its_command(up: 
     (tmp_path / "lib" / "my_lib.py").write_text("from areal_core.environments.registry import exact_match\n")
     verifier = "environment.verifier=my_verifier:exact_match"
     ran = subprocess.run(
-        [sys.executable, "-m", "flows.train", "--steps", "1", verifier, *emulated(up.state)],
+        [sys.executable, "-m", "flows.cli", "train", "training.steps=1", verifier, *emulated(up.state)],
         cwd=tmp_path,
-        env=environment(up.state) | {"PYTHONPATH": f"lib:{ROOT}"},
+        env=environment(up.state) | {"PYTHONPATH": f"lib:{FILES}"},
         capture_output=True,
         text=True,
     )
@@ -91,12 +91,12 @@ def test_run_imports_modules_of_the_directory_and_pythonpath_of_its_command(up: 
 
 
 class Train:
-    """`make train` of a run without end, which has made a step."""
+    """`areal train` of a run without end, which has made a step."""
 
     def __init__(self, state: Path, **settings: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(state)],
-            cwd=ROOT,
+            [sys.executable, "-m", "flows.cli", "train", "training.steps=10000", *emulated(state)],
+            cwd=FILES,
             env=environment(state) | settings,
             stdout=subprocess.PIPE,
             text=True,

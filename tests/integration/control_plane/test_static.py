@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.stack import ROOT
+from flows.places import FILES
 from tests.support.control import emulated, environment
 from tests.support.stack import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-_NODES = ("provision.generation.count=1", "provision.trainer.count=1", f"provision.software={ROOT}")
+_NODES = ("provision.generation.count=1", "provision.trainer.count=1", f"provision.software={FILES}")
 
 _THREE = ("provision.generation.count=3", "launch.devices=4")
 
@@ -35,7 +35,7 @@ def host(up: Up, folder: Path, role: str) -> Iterator[None]:
     command = [sys.executable, "-m", "flows.node", str(folder / "node.json")]
     with (
         (folder / "log").open("wb") as log,
-        subprocess.Popen(command, cwd=ROOT, env=settings, stdout=log, stderr=log, start_new_session=True) as worker,
+        subprocess.Popen(command, cwd=FILES, env=settings, stdout=log, stderr=log, start_new_session=True) as worker,
     ):
         try:
             yield

@@ -1,4 +1,4 @@
-"""The commands `make plan`, `advise`, `train`, `prune` and `compare`: what they take, print and refuse."""
+"""The commands `areal plan`, `advise`, `train`, `prune` and `compare`: what they take, print and refuse."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError, StorageError
 from areal_core.planning.footprint import check_footprint
-from areal_core.run.command import run_command
 from areal_core.run.prune import HeldRun, State
-from flows import advise, plan, prune_command, train, watch
-from flows.compare_command import parameters
+from flows import cli, watch
+from flows.commands import advise, plan, prune, train
+from flows.commands.compare import parameters
 from flows.comparison.design import Comparison
 from flows.compose import compose, experiments
 from tests.support.splits import recorded_run
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_a_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"examples:\n  areal {name}" in capsys.readouterr().out
+
+
+def test_a_command_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    said = "areal: error: there is no command 'trian'; did you mean train? `areal --help` lists all\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_configuration_is_printed_and_nothing_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "experiment=cpu-tools", "training.steps=7", "--cfg", "job"]) == 0
+    assert load(yaml.safe_load(capsys.readouterr().out)) == compose("cpu-tools", ["training.steps=7"])
+
+
+def test_a_sweep_trains_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(watch, "run_command", lambda _name, _deployment, chosen: started.append(chosen()))
+    cli.main(["train", "-m", "algorithm=grpo,gspo", "training.learning_rate=1e-3,0.002", "seed=1,2", "--name", "s"])
+    cli.main(["train", "-m", "seed=1,2,3", "mode=sync"])
+    trials = Comparison(**started[0]).trials()
+    found = {(trial.arm, trial.seed, trial.config.algorithm.objective) for trial in trials}
+    assert len(found) == len({trial.run_id for trial in trials}) == 8
+    rates = {trial.arm: trial.config.training.learning_rate for trial in trials}
+    assert rates == {"grpo-0-001": 1e-3, "grpo-0-002": 2e-3, "gspo-0-001": 1e-3, "gspo-0-002": 2e-3}
+    only = Comparison(**started[1]).trials()
+    assert [(trial.arm, trial.seed, trial.config.mode) for trial in only] == [
+        ("run", seed, "sync") for seed in (1, 2, 3)
+    ]
+
 
 FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]
 
@@ -32,17 +70,21 @@ def test_every_experiment_for_gpus_is_planned_and_fits_an_h800() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["paper-7b-math"], 0, "24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds "),
-        (["paper-7b-math-sync"], 0, "24 machines: 192 x 1 GPUs generate, then 192 train; "),
-        (["gpu-shared", "--model", "7b"], 2, "training.engine: rank beside a sleeping server needs "),
-        (["gpu-shared", "--model", "/nowhere"], 2, "/nowhere: no model folder"),
-        (["gpu-shared", "launch.accelerator=cpu"], 2, "launch.accelerator: must be cuda"),
+        (
+            ["experiment=paper-7b-math"],
+            0,
+            "24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds ",
+        ),
+        (["experiment=paper-7b-math-sync"], 0, "24 machines: 192 x 1 GPUs generate, then 192 train; "),
+        (["--model", "7b"], 2, "training.engine: rank beside a sleeping server needs "),
+        (["--model", "/nowhere"], 2, "/nowhere: no model folder"),
+        (["launch.accelerator=cpu"], 2, "launch.accelerator: must be cuda"),
     ],
 )
 def test_command_prints_a_plan_or_refuses(
     arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(lambda: plan.main([*arguments, "launch.device_memory_gib=80"])) == status
+    assert plan.main([*arguments, "launch.device_memory_gib=80"]) == status
     told = capsys.readouterr()
     assert said in (told.err if status else told.out)
 
@@ -52,8 +94,8 @@ def test_splits_are_shown_the_best_first_and_a_run_starts_with_it_if_that_is_ask
 ) -> None:
     """After what else is set, so that it holds."""
     recorded_run(tmp_path / ".areal", 2, 6)
-    monkeypatch.chdir(tmp_path)
-    advise.main(["first"])
+    monkeypatch.setattr(advise, "WORK", tmp_path)
+    advise.run(["first"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "generation.servers=" in line]
     assert len(rows) == 7
     assert [cell for cell in rows[0] if cell != "│"] == ["4", "4", "1.60", "generation.servers=4", "training.ranks=4"]
@@ -64,10 +106,9 @@ def test_splits_are_shown_the_best_first_and_a_run_starts_with_it_if_that_is_ask
         return 0
 
     monkeypatch.setattr(watch, "run_command", run_command)
-    command = ["train", "--experiment", "emulated-1.5b", "launch.devices=8", "training.ranks=6"]
+    command = ["experiment=emulated-1.5b", "launch.devices=8", "training.ranks=6"]
     for arguments in (command, [*command, "--split", "first"]):
-        monkeypatch.setattr("sys.argv", arguments)
-        assert train.main() == 0
+        assert train.main(arguments) == 0
     assert started[0]["overrides"] == ["launch.devices=8", "training.ranks=6"]
     assert started[1]["overrides"] == [*started[0]["overrides"], "generation.servers=4", "training.ranks=4"]
     assert started[0].keys() == started[1].keys()
@@ -81,7 +122,8 @@ old DATE finished 999 bytes 1.2 MB -
 left DATE stopped 999 bytes 1.2 MB 2.0 kB
 new DATE running 999 bytes 1.2 MB -
 
-To delete: leftovers of 2 runs (1.2 MB), which no resume needs. Runs: RUN=NAME, OLDER=DAYS."""
+To delete: leftovers of 2 runs (1.2 MB), which no resume needs.
+To delete runs: --run NAME, --older DAYS."""
 
 
 def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> HeldRun:
@@ -104,14 +146,14 @@ def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         return action
 
-    monkeypatch.setattr(prune_command, "held_runs", lambda config, log: runs)
-    monkeypatch.setattr(prune_command, "delete", act("delete"))
-    monkeypatch.setattr(prune_command, "free_leftovers", act("free"))
+    monkeypatch.setattr(prune, "held_runs", lambda config, log: runs)
+    monkeypatch.setattr(prune, "delete", act("delete"))
+    monkeypatch.setattr(prune, "free_leftovers", act("free"))
     return done
 
 
 def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(lambda: prune_command.main([])) == 0
+    assert prune.main([]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", "\n".join(lines)) == _TABLE
     assert did == []
@@ -123,9 +165,9 @@ def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.Capt
         ([], 0, [("delete", ".pruned-x-2"), ("free", "left")], ""),  # leftovers alone
         (["--run", "old", "--run", "left", "--older", "35"], 0, [("delete", "old")], ""),  # both choices must hold
         (["--older", "30"], 1, [("delete", "old"), ("delete", ".pruned-x-2")], "1 of 3 could not be deleted"),
-        (["--run", "new"], 2, [], "RUN: new is running; stop it first"),
-        (["--run", "none"], 2, [], "RUN: there is no run none; `make prune` lists all"),
-        (["--older", "30d"], 2, [], "argument --older: invalid float value: '30d'; see make prune --help"),
+        (["--run", "new"], 2, [], "--run: new is running; stop it first"),
+        (["--run", "none"], 2, [], "--run: there is no run none; `areal prune` lists all"),
+        (["--older", "30d"], 2, [], "argument --older: invalid float value: '30d'; see areal prune --help"),
     ],
 )
 def test_what_was_chosen_is_deleted(
@@ -136,7 +178,7 @@ def test_what_was_chosen_is_deleted(
     line: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_command(lambda: prune_command.main([*chosen, "--yes"])) == status
+    assert prune.main([*chosen, "--yes"]) == status
     assert did == deleted
     told = capsys.readouterr()
     assert told.err == (f"areal: error: {line}\n" if line else "")
@@ -147,14 +189,14 @@ def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatc
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     for answer, status, deleted in (("y", 1, []), ("yes", 0, [("delete", "old")])):
         monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
-        assert run_command(lambda: prune_command.main(["--run", "old"])) == status
+        assert prune.main(["--run", "old"]) == status
         assert did == deleted
 
 
 def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:
-    assert parameters(overrides=[], seeds=" 1, 2 7 ")["seeds"] == [1, 2, 7]
+    assert parameters(["seed=1,2,7"])["seeds"] == [1, 2, 7]
     given = ["sync: mode=sync", "async-2:mode=async rollout.max_staleness=2 name='two words'", "as-it-is:"]
-    assert parameters(overrides=[], arm=given)["arms"] == {
+    assert parameters([], given)["arms"] == {
         "sync": ["mode=sync"],
         "async-2": ["mode=async", "rollout.max_staleness=2", "name=two words"],
         "as-it-is": [],
@@ -168,12 +210,13 @@ def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:
         ({"arm": ["a: mode=sync", "a : mode=async"]}, "arm: a is there twice"),
         ({"arm": ["a: mode='sync", "b:"]}, 'arm: "a: mode=\'sync": No closing quotation'),
         ({"arm": ["a: mode=sync", "b: rollout.max_stalenes=1"]}, r"arms\.b: rollout\.max_stalenes: no such field"),
-        ({"seeds": "1,x"}, "seeds: must be whole numbers, as in 1,2,3, got 'x'"),
+        ({"settings": ["seed=1,x"]}, "seed: must be whole numbers, as in seed=1,2,3, got 'x'"),
+        ({"settings": ["training.ranks=1,2"]}, "training.ranks: must be one value; --arm"),
     ],
 )
 def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}") as caught:
-        parameters(**{"overrides": [], **asked})
+        parameters(**{"settings": [], **asked})
     assert "\n" not in str(caught.value)
 
 
@@ -188,8 +231,8 @@ def known(tmp_path: Path) -> Comparison:
 
 
 def test_known_comparison_is_continued_with_what_is_said(known: Comparison) -> None:
-    assert Comparison(**parameters(overrides=known.overrides, name="first")) == known
-    again = parameters(overrides=known.overrides, name="first", seeds="6", arm=["stale: mode=async"])
+    assert Comparison(**parameters(known.overrides, name="first")) == known
+    again = parameters([*known.overrides, "seed=6"], ["stale: mode=async"], "first")
     assert (again["seeds"], again["arms"], again["experiment"]) == ([6], {"stale": ["mode=async"]}, "cpu-sync")
     with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as when comparison first was started"):
-        parameters(overrides=known.overrides, name="first", experiment="cpu-async")
+        parameters([*known.overrides, "experiment=cpu-async"], name="first")

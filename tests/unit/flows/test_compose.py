@@ -4,6 +4,7 @@ form of the flow's parameters as Prefect shows it, what they mean, and what flow
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from flows.areal import areal
-from flows.compose import benchmark_configs, compose, configure, experiments
+from flows.compose import benchmark_configs, compose, configure, experiments, split_experiment
 from flows.shared import run_title
 
 FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]  # what only the user can know
@@ -151,3 +152,33 @@ def test_flow_run_is_named_after_what_was_chosen() -> None:
     assert run_title(chosen) == "cpu-async: mode sync, seed 0, training.steps=2"
     compared = {"experiment": "cpu-async", "arms": {"sync": ["mode=sync"], "async": []}, "seeds": [1, 2], "name": None}
     assert run_title(compared) == "cpu-async: arms sync async, seeds 1 2"
+
+
+def test_an_experiment_of_the_users_is_a_file(tmp_path: Path) -> None:
+    """Its settings come before the others of the command line."""
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "defaults:\n  - override /environment: calculator\n  - _self_\n"
+        'name: own\ntraining: {steps: 7, minibatches: 2}\nmodel: {path: "it\'s, a"}\n'
+    )
+    experiment, settings = split_experiment([f"experiment={file}", "training.steps=9"])
+    assert experiment == "cpu-async"
+    found = compose(experiment, settings)
+    assert (found.name, found.training.steps, found.training.minibatches) == ("own", 9, 2)
+    assert (found.environment.name, found.model.path) == ("calculator", "it's, a")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "experiment: can't read .*: No such file or directory"),
+        ("- a", "experiment: .* must hold fields and their values"),
+        ("a: [", "experiment: can't read .*"),
+        ("defaults: [task: rows]", "experiment: .*: defaults may hold 'override /GROUP: OPTION', got .*"),
+    ],
+)
+def test_a_file_that_is_no_experiment_is_refused_in_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        split_experiment([f"experiment={tmp_path}/own.yaml"])

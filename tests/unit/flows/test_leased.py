@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 
 from areal_core.errors import ProvisionError, StorageError
-from areal_core.run.command import run_command
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
-from flows import nodes_command, reap_command
+from flows.commands import nodes as nodes_command
+from flows.commands import reap as reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Lease, Leases, name_of
@@ -307,7 +306,7 @@ def test_runs_of_another_store_are_left_alone_and_a_store_that_is_away_is_told(
 
 @pytest.fixture
 def run_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`make nodes` in this world."""
+    """`areal nodes` in this world."""
     file = world.folder / "nodes.json"
     file.write_text(json.dumps(REQUEST))
     monkeypatch.setattr(nodes_command, "STATE", world.folder / "by-hand")
@@ -320,8 +319,7 @@ def run_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     monkeypatch.setattr(nodes_command, "LeasedNodes", leased_nodes)
 
     def run(action: str, *options: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["nodes", action, str(file), *options])
-        return run_command(nodes_command.main)
+        return nodes_command.main([action, str(file), *options])
 
     return run
 
@@ -356,16 +354,15 @@ def test_nodes_by_hand_live_until_they_expire(
 def test_reaping_by_hand(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["reap"])
-    reap_command.reap(tmp_path)
+    reap_command.reap(state=tmp_path)
     assert capsys.readouterr().out == "Nothing to reap: no cloud is known here.\n"
     made(world)
     monkeypatch.setattr(reaper, "cloud_of", lambda foundation: Cloud(world, "r"))
     monkeypatch.setattr(reaper, "Leases", lambda storage: world.leases("r"))
-    monkeypatch.setattr(sys, "argv", ["reap", "--store", str(tmp_path / "store")])
-    reap_command.reap(tmp_path)
+    named = ["--store", str(tmp_path / "store")]
+    reap_command.reap(named, tmp_path)
     assert f"run {RUN}: {ALL} ended" in capsys.readouterr().out
-    reap_command.reap(tmp_path)
+    reap_command.reap(named, tmp_path)
     assert capsys.readouterr().out == "Nothing to reap.\n"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
-from flows import nodes_command
+from flows.commands import nodes as nodes_command
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
 from flows.provision.terraform import KilledError, Terraform

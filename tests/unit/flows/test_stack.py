@@ -113,7 +113,7 @@ def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
     with (state / "stack.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert stack.running() == stack.Stack(**told)  # type: ignore[arg-type]
-        with pytest.raises(ProcessError, match="already runs a stack"), stack._lock():
+        with pytest.raises(ProcessError, match="servers already run in"), stack._lock():
             pass
 
 

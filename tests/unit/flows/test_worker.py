@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from flows.stack import ROOT
+from flows.places import FILES
 from flows.worker import Worker
 
 
@@ -54,7 +54,7 @@ def test_a_retry_that_comes_before_the_end_of_the_earlier_process_waits_for_it_a
 def test_a_server_that_is_named_and_does_not_listen_is_reported_by_its_variable() -> None:
     environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "DO_NOT_TRACK": "1"}
     ran = subprocess.run(
-        [sys.executable, "-m", "flows.worker"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "flows.worker"], cwd=FILES, env=environment, capture_output=True, text=True
     )
     assert ran.returncode == 1
     said = r"PREFECT_API_URL: no Prefect server responds at http://127\.0\.0\.1:9/api/ within 5 s; .* unset it .*\n"

@@ -1,6 +1,4 @@
-"""`make nodes`: the nodes of a run in a cloud, planned, made, listed and ended by hand.
-
-    python -m flows.nodes_command plan|apply|hosts|destroy FILE [--yes] [--replace NAME ...]
+"""`areal nodes`: plans, creates, lists and destroys the AWS nodes of a run by hand.
 
 FILE is YAML: what infra/terraform/run/variables.tf asks for. Of what `make control` has made nothing need be said. What
 is applied has a lease until `lease.expires_at`, when the reaper ends it, if it is not destroyed before.
@@ -11,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,26 @@ import yaml
 from rich.console import Console
 
 from areal_core.errors import ConfigError, ProvisionError, one_line
-from areal_core.run.command import Parser, run_command
+from areal_core.run.command import run_command
+from flows import cli
+from flows.places import STATE
 from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.nodes import Host, Nodes
 from flows.provision.terraform import Plan
-from flows.stack import STATE
 
 
-def main() -> None:
-    parser = Parser(prog="make nodes", description="The nodes of a run in a cloud.")
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: run(arguments))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Plan, create, list or destroy. Raises ConfigError, and ProvisionError where it can't or is not wanted."""
+    parser = cli.parser("nodes", "plan nodes.yaml", "apply nodes.yaml --yes", "destroy nodes.yaml")
     parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
     parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
     parser.add_argument("--yes", action="store_true", help="do what is planned without asking")
     parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="hosts to make anew, as generation-0")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     console, request = Console(highlight=False), read(options.file)
 
     def log(line: str) -> None:
@@ -93,7 +97,7 @@ def _expiry(request: Mapping[str, Any]) -> float:
 
 def _confirm(what: str, sure: bool) -> None:
     if not sure and not (sys.stdin.isatty() and input(f"{what} Type yes to do it: ") == "yes"):
-        raise ProvisionError("nothing was changed: it takes a yes, or --yes (YES=1)")
+        raise ProvisionError("nothing was changed: it takes a yes, or --yes")
 
 
 def _show(plan: Plan, console: Console) -> None:
@@ -109,7 +113,3 @@ def _list(hosts: list[Host], console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if not hosts:
         console.print("No nodes.")
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -1,12 +1,11 @@
-"""`make doctor`: what this machine has and lacks, a line each, and what would mend it. Exit code 1 if something that
-the default run needs is missing.
+"""`areal doctor`: what this machine has and lacks, a line each, and how to mend it. Exit status 1 if the default run
+lacks something.
 
-With MODEL=, instead, what a model is, what ends its completions, and the prompt of a task exactly as it is fed.
+With --model it describes a model instead: its architecture, its stop tokens, and a prompt exactly as it is fed.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shutil
@@ -20,13 +19,14 @@ import psutil
 
 from areal_core.environments.sandbox import Sandbox
 from areal_core.environments.source import open_source
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ProcessError
 from areal_core.models.spec import check_folder
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.command import run_command
 from areal_core.run.folders import model_folder
-from flows import stack
+from flows import cli, stack
 from flows.compose import EVALUATION, compose, quoted
+from flows.places import WORK
 
 _GIB = 2**30
 _MEMORY_GIB = 4  # the default run with both servers takes about 2.5
@@ -52,13 +52,13 @@ def findings() -> Iterator[Finding]:
     yield Finding("cores", cores >= 2, str(cores), "launch.devices=1, or a machine with two")
     memory = psutil.virtual_memory().available / _GIB
     yield Finding("memory", memory >= _MEMORY_GIB, f"{memory:.1f} GiB free", f"about {_MEMORY_GIB} GiB are needed")
-    disk = shutil.disk_usage(stack.ROOT).free / _GIB
+    disk = shutil.disk_usage(WORK).free / _GIB
     yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"about {_DISK_GIB} GiB are needed")
     yield from _servers()
     yield _sandbox()
-    packages = (stack.ROOT / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
+    packages = (WORK / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
     vllm = ", ".join(sorted(folder.stem for folder in packages))
-    mend = "make test-vllm sets it up; experiment=cpu-vllm needs it"
+    mend = "areal setup vllm; experiment=cpu-vllm needs it"
     yield Finding("vLLM environment", bool(vllm), vllm or "none", mend, needed=False)
 
 
@@ -84,7 +84,7 @@ def _accelerator() -> Iterator[Finding]:
 
 def _servers() -> Iterator[Finding]:
     up = stack.running()
-    yield Finding("servers", True, f"up: {up.pages}" if up else "down; make up starts them")
+    yield Finding("servers", True, f"up: {up.pages}" if up else "down; areal up starts them")
 
 
 def _sandbox() -> Finding:
@@ -121,21 +121,27 @@ def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield f"fed with task.chat.enabled={str(enabled).lower()}", f"{len(prompt.token_ids)} tokens\n{fed}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="make doctor", description=__doc__)
-    parser.add_argument("--model")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    arguments = parser.parse_args()
-    if arguments.model is not None:
-        return run_command(lambda: _describe_model(arguments.model, arguments.overrides))
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = cli.parser("doctor", "", "--model models/Qwen2.5-0.5B task=gsm8k")
+    parser.add_argument("--model", help="describe this folder, GGUF file or run instead of the machine")
+    cli.add_settings(parser, " of the prompt that is shown")
+    options = parser.parse_intermixed_args(arguments)
+    if options.model is not None:
+        _describe_model(options.model, options.settings)
+    else:
+        _describe_machine()
+
+
+def _describe_machine() -> None:
     print(f"{socket.gethostname()}: {platform.platform()}")
-    missing = False
+    missing: list[str] = []
     for finding in findings():
         word = "ok" if finding.ok else "missing" if finding.needed else "without"
-        missing |= finding.needed and not finding.ok
+        missing += [finding.what] if word == "missing" else []
         print(f"{word:8} {finding.what:20} {finding.found}{'' if finding.ok else f'  ({finding.mend})'}")
-    return int(missing)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if missing:
+        raise ProcessError(f"the default run lacks: {', '.join(missing)}")

@@ -1,6 +1,4 @@
-"""`make prune`: shows what old runs hold, and deletes what is chosen.
-
-    python -m flows.prune_command [--run NAME] ... [--older DAYS] [--yes] [field=value ...]
+"""`areal prune`: shows the files of old runs, and deletes the runs that are chosen.
 
 Without --run and --older it offers to delete leftovers of dead launchers, which no run needs. It never touches a run
 that is running. Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
@@ -8,7 +6,6 @@ that is running. Exit status: 0 done, or only shown; 1 something was not deleted
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +18,21 @@ from rich.table import Column, Table
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.run.command import Parser, run_command
 from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
+from flows import cli
 from flows.compose import compose
 
 _WIDTH = 160  # columns, where no terminal has its own
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: run(arguments))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Show, ask, delete. Raises ConfigError, and ProcessError where a run was not deleted."""
+    options = _parser().parse_intermixed_args(arguments)
     chooses = bool(options.run) or options.older is not None
-    config = compose("cpu-async", options.overrides)
+    config = compose("cpu-async", options.settings)
     runs = held_runs(config, print)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
@@ -43,14 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chooses:
         print(f"\nTo delete: {', '.join(run.run_id for run, _, _ in plan) or 'nothing'} ({size}, models included)")
     else:
-        print(
-            f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs. Runs: RUN=NAME, OLDER=DAYS."
-        )
+        print(f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs.")
+        print("To delete runs: --run NAME, --older DAYS.")
     if not plan:
         return
     if not options.yes and not (sys.stdin.isatty() and input("Type yes to do it: ") == "yes"):
         if chooses or sys.stdin.isatty():
-            raise ProcessError("nothing was deleted: it takes a yes, or --yes (YES=1)")
+            raise ProcessError("nothing was deleted: it takes a yes, or --yes")
         return
     failed = 0
     for run, size, action in plan:
@@ -69,9 +71,9 @@ def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list
     known = {run.run_id: run for run in runs}
     for name in names:
         if name not in known:
-            raise ConfigError(f"RUN: there is no run {name}; `make prune` lists all")
+            raise ConfigError(f"--run: there is no run {name}; `areal prune` lists all")
         if known[name].state == "running":
-            raise ConfigError(f"RUN: {name} is running; stop it first")
+            raise ConfigError(f"--run: {name} is running; stop it first")
     before = time.time() - age_s
     named = [known[name] for name in dict.fromkeys(names)] or runs
     return [run for run in named if run.state != "running" and run.changed <= before]
@@ -88,14 +90,10 @@ def _table(runs: Sequence[HeldRun]) -> Table:
     return table
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="make prune", description="What old runs hold, and how to free it.")
+def _parser() -> Parser:
+    parser = cli.parser("prune", "", "--run OLD-RUN --run OTHER", "--older 30 --yes storage.url=s3://bucket/prefix")
     parser.add_argument("--run", action="append", default=[], metavar="NAME", help="delete this run; again for others")
     parser.add_argument("--older", type=float, metavar="DAYS", help="delete runs that have not changed for so long")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="as storage.url=s3://bucket/prefix")
-    return parser.parse_intermixed_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))
+    cli.add_settings(parser)
+    return parser

@@ -1,26 +1,28 @@
-"""`make advise`: the split of devices between generation and training, by what an earlier run measured.
-
-python -m flows.advise RUN
-"""
+"""`areal advise`: suggests how to split devices between generation and training, from the rates of a finished run."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from areal_core.config.fields import check_file_name
 from areal_core.planning.split import Split, splits_of_run
-from areal_core.run.command import Parser, run_command
+from areal_core.run.command import run_command
 from areal_core.storage.rundir import RunDir
+from flows import cli
+from flows.places import WORK
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="make advise", description="How a run's devices would better be split.")
-    parser.add_argument("run", help="its id")
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: run(arguments))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the splits, the best one first. Raises ConfigError."""
+    parser = cli.parser("advise", "MY-RUN")
+    parser.add_argument("run", help="name of the run")
     options = parser.parse_args(arguments)
     table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
     for split in splits_of_run(_run_dir(options.run)):
@@ -29,13 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_dir(run_id: str) -> RunDir:
-    return RunDir(Path(".areal").absolute() / "runs" / check_file_name("run", run_id))
+    return RunDir(WORK / ".areal" / "runs" / check_file_name("run", run_id))
 
 
 def best(run_id: str) -> Split:
     """The best split by the rates of a run in the default place. Raises ConfigError."""
     return splits_of_run(_run_dir(run_id))[0]
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

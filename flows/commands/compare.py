@@ -1,0 +1,79 @@
+"""`areal compare`: one flow run of `areal-compare/compare`, watched to its end, and its result; see flows.watch."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from areal_core.errors import ConfigError
+from flows import cli, watch
+from flows.comparison.design import DEFAULT_ARMS, Comparison, generated_name, read_comparison, read_seeds
+from flows.compose import split_experiment, swept
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = cli.parser(
+        "compare",
+        "",
+        "experiment=long-tail seed=1,2,3,4,5,6",
+        "--arm 'sync: mode=sync' --arm 'async-8: rollout.max_staleness=8' training.steps=50",
+    )
+    parser.add_argument(
+        "--arm",
+        action="append",
+        metavar="'NAME: field=value ...'",
+        help=f"once for every arm; the first is the reference; default: {', '.join(DEFAULT_ARMS)}",
+    )
+    parser.add_argument("--name", help="name of the comparison; an existing one continues")
+    cli.add_settings(parser, " of all arms; seed=1,2,3 names the seeds")
+
+    def chosen() -> dict[str, Any]:
+        options = parser.parse_intermixed_args(arguments)
+        values = parameters(options.settings, options.arm, options.name)
+        print(f"Comparison {values['name']}", flush=True)
+        return values
+
+    return watch.run_command("compare", "areal-compare/compare", chosen)
+
+
+def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: str | None = None) -> dict[str, Any]:
+    """The flow's parameters. Settings that are not given are those of the comparison `name`, if there is one, or the
+    default. Raises ConfigError."""
+    experiment, overrides = split_experiment(settings, "")
+    overrides, varied = swept(overrides)
+    given = [override for override in overrides if override.startswith("seed=")]
+    seeds = varied.pop("seed", None) or [override.removeprefix("seed=") for override in given[-1:]]
+    overrides = [override for override in overrides if override not in given]
+    if varied:
+        raise ConfigError(f"{next(iter(varied))}: must be one value; --arm 'NAME: field=value' makes an arm")
+    first = experiment or "cpu-async"
+    name = name or generated_name(first, secrets.token_hex(6))
+    start = Comparison(name=name, experiment=first, arms=DEFAULT_ARMS, seeds=[1, 2, 3], overrides=overrides)
+    known = read_comparison(start.folder())
+    start = known or start
+    chosen = Comparison(
+        name=name,
+        experiment=experiment or start.experiment,
+        arms=_arms(arm) if arm else start.arms,
+        seeds=read_seeds(seeds) if seeds else start.seeds,
+        overrides=overrides or start.overrides,
+    )
+    (chosen.continuing(known) if known else chosen).trials()  # all that is wrong with it
+    return chosen.parameters()
+
+
+def _arms(given: Sequence[str]) -> dict[str, list[str]]:
+    arms: dict[str, list[str]] = {}
+    for text in given:
+        name, colon, overrides = text.partition(":")
+        if not colon:
+            raise ConfigError(f"arm: must be of the form 'name: field=value ...', got {text!r}")
+        if (name := name.strip()) in arms:
+            raise ConfigError(f"arm: {name} is there twice")
+        try:
+            arms[name] = shlex.split(overrides)
+        except ValueError as error:
+            raise ConfigError(f"arm: {text!r}: {error}") from error
+    return arms

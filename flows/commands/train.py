@@ -1,0 +1,70 @@
+"""`areal train`: one flow run of `areal/train`, or a sweep as one of `areal-compare/compare`; see flows.watch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from areal_core.run.command import run_command
+from flows import cli, watch
+from flows.commands import advise
+from flows.comparison.design import Comparison, generated_name, sweep_arms
+from flows.compose import compose, split_experiment, swept
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = cli.parser(
+        "train",
+        "",
+        "experiment=cpu-tools mode=sync training.steps=50",
+        "experiment=own.yaml stop.score=0.9",
+        "-m seed=1,2 algorithm=grpo,gspo",
+        "experiment=smollm2 --cfg job",
+    )
+    parser.add_argument("--split", metavar="RUN", help="split devices as the rates of this run suggest")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration; start nothing")
+    parser.add_argument("-m", "--multirun", action="store_true", help="train every combination of a,b,c values")
+    parser.add_argument("--name", help="name of the sweep; an existing one continues")
+    cli.add_settings(parser, "; experiment= names a file of conf/experiment or a path")
+
+    def chosen() -> dict[str, Any]:
+        options = parser.parse_intermixed_args(arguments)
+        experiment, overrides = split_experiment(options.settings)
+        if options.split is not None:
+            split = advise.best(options.split)
+            print(f"Split of devices from run {options.split}: {split.servers} servers, {split.ranks} ranks.")
+            overrides += split.overrides
+        if options.multirun:
+            return _sweep(experiment, overrides, options.name)
+        compose(experiment, overrides)
+        return {"experiment": experiment, "overrides": overrides}
+
+    if "--cfg" in arguments:
+        return run_command(lambda: _show(parser.parse_intermixed_args(arguments).settings))
+    if {"-m", "--multirun"} & {*arguments}:
+        return watch.run_command("compare", "areal-compare/compare", chosen)
+    return watch.run_command("train", "areal/train", chosen)
+
+
+def _show(settings: Sequence[str]) -> None:
+    config = compose(*split_experiment(settings))
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+
+
+def _sweep(experiment: str, overrides: Sequence[str], name: str | None) -> dict[str, Any]:
+    common, varied = swept(overrides)
+    seeds, arms = sweep_arms(varied, compose(experiment, common).seed)
+    common = [override for override in common if not override.startswith("seed=")]
+    asked = Comparison(
+        name=name or generated_name(experiment, secrets.token_hex(6)),
+        experiment=experiment,
+        arms=arms,
+        seeds=seeds,
+        overrides=common,
+        matched=False,
+    )
+    print(f"Sweep {asked.name}: {len(asked.trials())} runs", flush=True)
+    return asked.parameters()

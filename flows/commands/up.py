@@ -1,0 +1,23 @@
+"""`areal up`: starts Prefect, MLflow and a worker, and leaves them running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_core.errors import ConfigError
+from areal_core.run.command import run_command
+from flows import cli, stack
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: _up(arguments))
+
+
+def _up(arguments: Sequence[str]) -> None:
+    cli.parser("up", "").parse_args(arguments)
+    there = stack.running()
+    if there is not None and there.owner != "up":
+        raise ConfigError(f"`areal {there.owner}` (pid {there.pid}) runs its own servers; wait for its end")
+    if there is None:
+        there = stack.Launch("up").wait_ready()
+    print(f"{there.pages}\n`areal train`, `compare` and `evaluate` use these servers. `areal down` stops them.")
