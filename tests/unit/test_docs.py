@@ -1,11 +1,21 @@
-"""Documentation: links resolve, tests named exist, and nothing tells a user to install another project."""
+"""Documentation: links resolve, tests named exist, the site has every page, and nobody installs another project."""
 
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from areal_core.config.fields import leaves
+from areal_core.config.schema import RunConfig
+from docs.gen import hook
+from flows.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+GENERATED = {ROOT / "docs" / name: cache(page) for name, page in hook.PAGES.items()}
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -13,8 +23,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    text = GENERATED[page]() if page in GENERATED else page.read_text()
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {hook.anchor(heading) for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -25,7 +36,7 @@ def test_links_resolve(page: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
+        if not (file.exists() or file in GENERATED) or (anchor and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
 
@@ -49,3 +60,33 @@ def test_nothing_installs_another_project() -> None:
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".tf", ".tftpl")]
     install = re.compile(r"pip install[^\n]*\bareal(?![-_\w./])")
     assert [str(path) for path in sources if install.search(path.read_text())] == []
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    """The files that a part of mkdocs.yml's nav names."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for each in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(each)
+
+
+def test_the_site_has_every_page_once() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages_of(nav)) == sorted({*written, *hook.PAGES})
+
+
+def test_reference_of_fields_has_every_field_and_its_comment() -> None:
+    page = hook.configuration()
+    fields = {name for name, _ in leaves(RunConfig().to_dict())} | {"tasks.NAME.ratio"}
+    assert {name for name in fields if f"| `{name}` |" not in page} == set()
+    assert "| `training.minibatches` | integer | `4` | ≥ 1 | PPO minibatches per step, of whole groups; the" in page
+    assert '| `algorithm.credit` | text | `"rollout"` | `rollout`, `sequence`, `turn` | unit with its own' in page
+    headings = set(re.findall(r"^## (.+)$", page, re.MULTILINE))
+    assert set(re.findall(r"\]\(#(.+?)\)", page)) <= {hook.anchor(heading) for heading in headings}
+
+
+def test_reference_of_commands_has_every_command() -> None:
+    page = hook.command_line()
+    assert [name for name in COMMANDS if f"usage: areal {name} " not in page] == []
