@@ -1,5 +1,6 @@
 """Documentation: links resolve, tests named exist, the site has every page, and nobody installs another project."""
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,8 +12,11 @@ import yaml
 
 from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
+from areal_core.environments.environment import Environment
+from areal_core.types import Prompt
 from docs.gen import hook
 from flows.cli import COMMANDS
+from flows.compose import compose, split_experiment
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {ROOT / "docs" / name: cache(page) for name, page in hook.PAGES.items()}
@@ -90,3 +94,24 @@ def test_reference_of_fields_has_every_field_and_its_comment() -> None:
 def test_reference_of_commands_has_every_command() -> None:
     page = hook.command_line()
     assert [name for name in COMMANDS if f"usage: areal {name} " not in page] == []
+
+
+def test_files_of_the_first_pages_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README and the pages of docs/start name each of their files in its first line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    modules: dict[str, dict[str, Any]] = {}
+    for page in (ROOT / "README.md", *(ROOT / "docs" / "start").glob("*.md")):
+        for name, text in re.findall(r"^```\w+\n# (mine/\S+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            (tmp_path / name).write_text(text)
+            if name.endswith(".py"):
+                exec(compile(text, name, "exec"), modules.setdefault(name, {"__name__": name}))
+    config = compose(*split_experiment(["experiment=mine/cities.yaml"]))
+    assert (config.task.path, config.environment.verifier) == ("mine/train.jsonl", "one_city:one_city")
+    row = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])
+    task = Prompt(index=0, prompt_id="", text=row["question"], token_ids=(), answer=row["answer"], row=row)
+    scores = {city: modules["mine/one_city.py"]["one_city"](task, f"In {city}.") for city in row["cities"]}
+    assert scores == {city: float(city == row["answer"]) for city in row["cities"]}
+    assert modules["mine/tutor.py"]["first_step"]("7*8-3=") == "7*8=6"
+    for name, environment in (("tutor", "Tutor"), ("again", "Again")):
+        assert issubclass(modules[f"mine/{name}.py"][environment], Environment)
