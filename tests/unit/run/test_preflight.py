@@ -118,14 +118,14 @@ def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
     fails(ConfigError, said, on_gpus(base))
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo N/A", "true", None])
 def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
-    base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+    base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus.write_text(f"#!/bin/sh\n{script}\n")
-    if script is None:
-        monkeypatch.setenv("PATH", "/nowhere")
     said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
+    for script in ("exit 9", "echo N/A", "true"):
+        gpus.write_text(f"#!/bin/sh\n{script}\n")
+        fails(ConfigError, said, on_gpus(base))
+    monkeypatch.setenv("PATH", "/nowhere")
     fails(ConfigError, said, on_gpus(base))
     preflight(on_gpus(base, device_memory_gib=80))
     preflight(on_gpus(base | {"model": {}}))  # the embedded model needs no such check
