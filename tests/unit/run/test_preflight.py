@@ -22,6 +22,7 @@ from areal_core.errors import ArealError, ConfigError, ModelError, StorageError
 from areal_core.models import gguf
 from areal_core.models.folders import init_weights, write_model
 from areal_core.run import folders as module
+from areal_core.run import preflight as preflight_module
 from areal_core.run.folders import DiskSpace, run_folder, tracking_uri
 from areal_core.run.preflight import device_memory, preflight
 from areal_core.storage.rundir import RunDir
@@ -89,7 +90,9 @@ def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two visible GPUs; returns the script that stands in for nvidia-smi and prints what it does."""
+    """Two visible GPUs; returns the script that stands in for nvidia-smi and prints what it does. The verifier is not
+    tried, which takes a process each time."""
+    monkeypatch.setattr(preflight_module, "_try_verifier", lambda *_: None)
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\necho 81559\necho 40960\n')
