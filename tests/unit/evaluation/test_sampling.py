@@ -1,36 +1,21 @@
 """Rollouts of many problems at once, in reward workers, and their samples."""
 
 import asyncio
-import ctypes
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.environments.verdicts import Verdict
 from areal_core.errors import UserCodeError
 from areal_core.evaluation.sampling import Benchmark, Collector
 from areal_core.evaluation.scores import Record, RecordFile, scored
 from areal_core.rewards.pool import open_rewards
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 from tests.support.policies import END, TOKENIZER, completion
+from tests.support.verifiers import DIES, FAILS, HANGS
 
-HANGS, DIES, FAILS = "7", "8", "9"
-
-
-def verify(task: Prompt, text: str) -> Verdict:
-    if text == HANGS:
-        time.sleep(60)
-    if text == DIES:
-        ctypes.string_at(0)
-    if text == FAILS:
-        raise KeyError(text)
-    return Verdict.of(Outcome.CORRECT if text == task.answer else Outcome.INCORRECT, text)
-
-
-CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
+CONFIG = load({"environment": {"verifier": "tests.support.verifiers:costly"}, "rollout": {"reward_timeout_s": 1.0}})
 
 
 class Completing:
@@ -95,7 +80,7 @@ def test_a_verifier_with_a_bug_ends_the_evaluation(tmp_path: Path) -> None:
 
 def test_a_problem_is_scored_by_all_turns_of_its_environment(tmp_path: Path) -> None:
     """One is right at once, one at the second try, one never."""
-    config = load({"environment": {"name": "two_turn", "verifier": f"{__name__}:verify"}})
+    config = load({"environment": {"name": "two_turn", "verifier": "tests.support.verifiers:costly"}})
     further = {"+2=1=": ("2",), "+3=1=": ("4",)}
     found = collected(tmp_path, {"+1=": ("1",), "+2=": ("1",), "+3=": ("1",)}, config, further=further)
     assert [record.greedy.outcome for record in found] == [Outcome.CORRECT, Outcome.CORRECT, Outcome.INCORRECT]
