@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.environments.environment import SingleTurn
@@ -42,7 +43,7 @@ def stop(_):
 
 
 def count_open(config, model_path, message):
-    loop = asyncio.get_running_loop()
+    loop: Any = asyncio.get_running_loop()
     return len(loop._open) if message == "how many" else worker.open_group(config, model_path, message)
 
 
