@@ -1,4 +1,4 @@
-"""`areal evaluate`: one flow run of `areal-evaluate/evaluate`, watched to its end, and its scores; see flows.watch."""
+"""`areal evaluate`: start a flow run of `areal-evaluate/evaluate`, watch it and print its scores (flows.watch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal train`: one flow run of `areal/train`, or a sweep as one of `areal-compare/compare`; see flows.watch."""
+"""`areal train`: start a flow run of `areal/train`, or of `areal-compare/compare` for a sweep; see flows.watch."""
 
 from __future__ import annotations
 
