@@ -74,9 +74,9 @@ class LeasedNodes:
     lease over before. If the process is asked to end (an exception that is no Exception), a flow hands its nodes over
     to the reaper.
 
-    Raises ConfigError; HeldError if another process holds the lease; LeaseLostError, a ProcessError, once another
-    process has taken it; StorageError; ProvisionError with the message of Terraform or the cloud. Transient failures
-    (throttling, 5xx, a killed terraform) are retried three times first."""
+    Raises ConfigError, StorageError, and ProvisionError with the message of Terraform or the cloud. Raises HeldError if
+    another process holds the lease, and LeaseLostError, a ProcessError, once another process has taken it. Transient
+    failures (throttling, 5xx, a killed terraform) are retried three times first."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Run Terraform or OpenTofu on one root module, in a working copy.
 
 `apply` applies exactly what `plan` has shown; a teardown is a plan too. The JSON output is parsed, and errors become
-one line in Terraform's own words. guard.py ends Terraform in order if this process ends, is asked to end, or loses the
-right to continue. Terraform then completes its current operation and releases the state lock.
+one line in Terraform's own words. The guard (guard.py) ends Terraform in order if this process ends, is asked to end or
+loses the right to continue. Terraform then completes its current operation and releases the state lock.
 """
 
 from __future__ import annotations
