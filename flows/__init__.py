@@ -1,1 +1,3 @@
-"""Control plane: Prefect flows, configuration with Hydra, and the commands of `areal`. It contains no algorithm."""
+"""Control plane: Prefect flows, configuration with Hydra, and the commands of `areal`.
+It contains no algorithm.
+"""

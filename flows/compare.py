@@ -1,4 +1,4 @@
-"""The flow `areal-compare`: train arms times seeds of one experiment, one run after the other, and report.
+"""The flow `areal-compare`: train arms times seeds of one experiment in turns, and report.
 
     plan -> track -> trial, trial, trial, ... -> report
 
@@ -56,7 +56,7 @@ def areal_compare(
     name: str | None = None,
     matched: bool = True,
 ) -> State:
-    """Compare settings: train every arm with every seed, one run after the other, and report the differences.
+    """Compare settings: train every arm with every seed, in turns, and report the differences.
 
     Args:
         experiment: File of conf/experiment, for all arms that name none.

@@ -1,7 +1,8 @@
-"""Compose an experiment's name and overrides into a checked `RunConfig`. The only module that uses Hydra.
+"""Compose an experiment's name and overrides into a checked `RunConfig`.
 
-The schema in `areal_core.config.schema` holds every default. Hydra's ConfigStore gets it as plain values, not as
-dataclasses. So only `areal_core.config.schema.load` checks types, bounds and names, with one line per error.
+This is the only module that uses Hydra. The schema in `areal_core.config.schema` holds every default. Hydra's
+ConfigStore gets it as plain values, not as dataclasses. So only `areal_core.config.schema.load` checks types, bounds
+and names, with one line per error.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def configure(
     stop_after_minutes: float | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Configuration from the flow's parameters. Named parameters win over `overrides`. Raises ConfigError."""
+    """Configuration from the flow's parameters.
+    Named parameters win over `overrides`. Raises ConfigError."""
     named = {
         "mode": mode,
         "seed": seed,
@@ -73,7 +75,7 @@ def configure(
 
 
 def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Configuration of `experiment`, with `overrides` in Hydra's grammar: `training.steps=5`, `task=rows`.
+    """Configuration of `experiment` with overrides in Hydra's grammar: `training.steps=5`, `task=rows`.
 
     Raises ConfigError, one line that starts with the field, for any error in them."""
     if experiment not in _options("experiment"):
@@ -155,13 +157,14 @@ def quoted(value: str) -> str:
 
 @lru_cache(maxsize=256)
 def _composed(*arguments: str) -> DictConfig:
-    """Compose with Hydra. Cached and unresolved: a comparison composes the same often, and Hydra takes 0.1 s."""
+    """Compose with Hydra.
+    Cached and unresolved: a comparison composes the same often, and Hydra takes 0.1 s."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", list(arguments))
 
 
 def _checked(override: str) -> str:
-    """`override` in a form that Hydra accepts, with force-add: `load` checks field names, with better messages."""
+    """`override` in a form that Hydra accepts, forced in: `load` checks field names with better messages."""
     parsed = _parsed(override)
     name = parsed.key_or_group
     if parsed.is_sweep_override():
@@ -197,7 +200,7 @@ def _unknown(group: str, option: str, known: Sequence[str]) -> ConfigError:
 
 
 def _config_error(error: BaseException) -> ConfigError:
-    """Our own error, if it is the root cause (OmegaConf wraps it twice), else the first line of Hydra's error."""
+    """Our own error, if it is the root cause (OmegaConf wraps it twice); else Hydra's error, first line."""
     root = error
     while root.__context__ is not None:
         root = root.__context__

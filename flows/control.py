@@ -1,9 +1,9 @@
-"""`python -m flows.control FILE`: servers that outlive runs: Prefect, MLflow, and a Postgres for both.
+"""`python -m flows.control FILE`: servers that outlive runs (Prefect, MLflow, and their Postgres).
 
 FILE is the boot file of the machine (`infra/terraform/modules/control/user_data.sh.tftpl`). This process starts and
 supervises the three servers under its own user. Postgres listens on a socket in a folder that only this user can read,
 and needs no password. Prefect and MLflow listen on the machine's address and require passwords, which they get through
-their environment. The process ends once a server can't be restarted; the service manager then starts it again.
+their environment. The process ends once a server can't be restarted; systemd then starts it again.
 """
 
 from __future__ import annotations

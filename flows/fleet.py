@@ -94,7 +94,8 @@ class Share:
 
 
 class Fleet:
-    """Context manager for the nodes and shares of a run. One thread calls `look`; another replaces nodes meanwhile."""
+    """Context manager for the nodes and shares of a run.
+    One thread calls `look`; another replaces nodes meanwhile."""
 
     def __init__(
         self,

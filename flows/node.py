@@ -40,7 +40,8 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def worker() -> NoReturn:
-    """Become the worker of the node's queue. It runs one share at a time, because a share uses the whole node."""
+    """Become the worker of the node's queue.
+    It runs one share at a time, because a share uses the whole node."""
     node = told(Node)
     environment = {
         **os.environ,

@@ -128,7 +128,7 @@ def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notic
 
 
 class _Looks:
-    """Extra work in the head node's supervision loop: reclaim notice, whereabouts, and requests to finish."""
+    """Extra work in the head node's supervision loop: reclaim notice, whereabouts, requests to finish."""
 
     def __init__(self, run_dir: RunDir, log: Log, notice: Notice) -> None:
         self._run_dir, self._log, self._notice = run_dir, log, notice
@@ -181,7 +181,8 @@ def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
 
 
 def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
-    """Join the run as a remote worker until it ends in order or this node leaves. Raises ProcessError and others."""
+    """Join the run as a remote worker until it ends in order or this node leaves.
+    Raises ProcessError and others."""
     log("waiting for the head node")
     known = _head_of(run_id)
 

@@ -109,7 +109,7 @@ def teardown(nodes: LeasedNodes | None) -> None:
 
 @task(cache_policy=NO_CACHE)
 def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
-    """Report the cost of the nodes by use, as an artifact of the flow run and as MLflow metrics of the run."""
+    """Report the cost of the nodes by use: an artifact of the flow run, and MLflow metrics of the run."""
     log = get_run_logger()
     idle = {role: {"idle": share} for role, share in summary.idle.items()}
     if generated := summary.tokens.generated:  # stale: share of dropped tokens in the servers' busy time
@@ -161,7 +161,8 @@ def _leased(
 
 
 def _given(config: RunConfig, shares: Shares) -> list[Host]:
-    """The given hosts, by role. Raises ProvisionError if fewer hosts serve a role's queue than the run needs."""
+    """The given hosts, by role.
+    Raises ProvisionError if fewer hosts serve a role's queue than the run needs."""
     hosts: list[Host] = []
     for role, nodes in by_role(config).items():
         there = shares.hosts(role)

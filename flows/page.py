@@ -90,7 +90,7 @@ class Progress:
 
 
 def tie_to_worker() -> None:
-    """Have the kernel send this process SIGTERM if its worker dies, because then nobody could cancel the flow run."""
+    """Have this process get SIGTERM if its worker dies, as nobody could cancel the flow run then."""
     if deployment.id is not None:
         die_with_parent(signal.SIGTERM)
 

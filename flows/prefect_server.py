@@ -1,10 +1,11 @@
-"""Run `prefect server start` with the given arguments; under Python 3.11, collect garbage in a separate thread.
+"""Run `prefect server start`; under Python 3.11, collect garbage in a separate thread.
 
-Prefect's database is usually SQLite. A cursor that found the database locked keeps its statement, and forms a cycle
-with the error. Collecting the cursor resets the statement, which waits for the mutex of its connection. Another
-statement of that connection may hold the mutex for up to 60 s, while it waits for its turn to write. If the event
-loop's thread collects, it can't commit the transaction that the other statement waits for. Then the server and all
-workers hang for a minute or two. A separate thread may wait without harm. Python 3.12 does not keep the statement.
+Arguments are those of the command. Prefect's database is usually SQLite. A cursor that found the database locked keeps
+its statement, and forms a cycle with the error. Collecting the cursor resets the statement, which waits for the mutex
+of its connection. Another statement of that connection may hold the mutex for up to 60 s, while it waits for its turn
+to write. If the event loop's thread collects, it can't commit the transaction that the other statement waits for. Then
+the server and all workers hang for a minute or two. A separate thread may wait without harm. Python 3.12 does not keep
+the statement.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ NOTHING_KNOWN = "nothing to reap: no cloud is known here"
 
 @flow(name="areal-reap")
 def areal_reap(store: str | None = None) -> State:
-    """Destroy nodes whose lease is over, and resources of runs without a lease. The next flow run retries failures.
+    """Destroy nodes whose lease is over, and resources of runs without a lease.
+
+    The next flow run retries failures.
 
     Args:
         store: Store with the leases, as s3://bucket. Empty: the bucket that `make control` created from this machine.

@@ -1,4 +1,4 @@
-"""Roles of a run on this machine, as Prefect tasks of the flow `areal`, or of `areal-node` on a head node.
+"""Roles of a run on this machine, as tasks of the flow `areal`, or of `areal-node` on a head node.
 
     prepare -> [ generate | rollout | train | evaluate | track ] -> report
 
@@ -100,7 +100,8 @@ def supervise(run: core.Run, role: str) -> State | None:
 
 @task(cache_policy=NO_CACHE)
 def report(summary: RunSummary, run_dir: RunDir) -> None:
-    """Show the result as artifacts of the flow run: a table, and a page with links. The run's folder has it too."""
+    """Show the result as artifacts of the flow run: a table, and a page with links.
+    The run's folder has it too."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
     page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
     told(f"the result in {run_dir.summary}", lambda: create_table_artifact(rows, key=RESULT, description=title), log)

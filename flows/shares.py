@@ -1,4 +1,4 @@
-"""Shares of a run as Prefect flow runs of `areal-node/node`; nodes take them from the queue of their role.
+"""Shares of a run: Prefect flow runs of `areal-node/node`, which nodes take from their role's queue.
 
 A secret block of Prefect holds the head node's address and the run's token, which other nodes need to join. The head
 node writes the block, and the flow that destroys the nodes deletes it.
@@ -165,7 +165,8 @@ def publish(run_id: str, where: Whereabouts) -> None:
 
 
 def whereabouts(run_id: str) -> Whereabouts | None:
-    """The head node's whereabouts; None if no head node is up. Raises httpx.HTTPError if Prefect's server is down."""
+    """The head node's whereabouts; None if no head node is up.
+    Raises httpx.HTTPError if Prefect's server is down."""
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=True)
         return Whereabouts(**json.loads(document.data["value"]))

@@ -145,7 +145,8 @@ class Launch:
 
 
 def stop(stack: Stack) -> None:
-    """End a stack that another command started, and wait for its end. Raises ProcessError if it does not end."""
+    """End a stack that another command started, and wait for its end.
+    Raises ProcessError if it does not end."""
     try:
         supervisor = os.pidfd_open(stack.pid)
     except ProcessLookupError:
@@ -160,7 +161,7 @@ def stop(stack: Stack) -> None:
 
 
 def serve(owner: Owner, report: int) -> int:
-    """Supervisor: start the servers, report, watch until asked to end, and end them. Returns the exit code.
+    """Supervise: start the servers, report, watch until asked to end, and end them; return the exit code.
 
     Writes one line of JSON per report to the descriptor `report`: first the stack or an error, then later events. The
     command `areal up` reads the first line only."""
@@ -240,7 +241,8 @@ def _lock() -> FileLock:
 
 
 def _port(variable: str, default: int) -> int:
-    """The port in the environment variable, else the default if free, else any free port. Raises ConfigError."""
+    """The port in the environment variable, else the default if free, else any free port.
+    Raises ConfigError."""
     asked = os.environ.get(variable)
     if asked is not None:
         if not asked.isdigit() or not 0 < int(asked) < 65536:

@@ -1,4 +1,4 @@
-"""Shared body of `areal train`, `compare` and `evaluate`: start servers, and watch one flow run to its end.
+"""Body of `areal train`, `compare` and `evaluate`: start servers, watch one flow run to its end.
 
 Running servers are reused; servers that the command starts end with it. Exit code: 0 if the flow run Completed, 1 for a
 failed run, 2 for a wrong setting, 130 after Ctrl-C. Ctrl-C cancels the flow run: its trainer completes the step and
@@ -124,13 +124,13 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
 
 
 def _python_path() -> str:
-    """This command's module search path, for the flow run: a worker that was started elsewhere has another one."""
+    """This command's module search path, for the flow run: a worker started elsewhere has another path."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # working directory first
 
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
-    """Show the progress artifact until the flow run has ended; on a terminal as a bar, elsewhere as lines."""
+    """Show the progress artifact until the flow run ends: as a bar on a terminal, elsewhere as lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
@@ -159,7 +159,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
 
 
 def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> None:
-    """Cancel the flow run and wait for its end, as its processes must end before the servers that record them."""
+    """Cancel the flow run and wait for its end: its processes must end before the servers do."""
     from prefect.states import Cancelling
 
     client.set_flow_run_state(flow_run_id, Cancelling())

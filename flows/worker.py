@@ -141,7 +141,8 @@ async def _work() -> None:
 
 
 async def _until_healthy(client: PrefectClient) -> None:
-    """Wait for the Prefect server, which may be starting too. Raises ProcessError if it does not respond in time."""
+    """Wait for the Prefect server, which may be starting too.
+    Raises ProcessError if it does not respond in time."""
     patience_s = _API_TIMEOUT_S if SOLE in sys.argv else _NAMED_TIMEOUT_S
     try:
         async with asyncio.timeout(patience_s):
@@ -170,7 +171,7 @@ async def _mark_crashed(client: PrefectClient) -> None:
 
 
 def _deploy() -> None:
-    """Run `prefect deploy` in this process, so that prefect.yaml has its usual meaning and Prefect is imported once."""
+    """Run `prefect deploy` in this process, which saves a second import of Prefect."""
     os.chdir(WORK)  # the working directory of flow runs
     sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE)]
     try:

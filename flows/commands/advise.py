@@ -1,4 +1,4 @@
-"""`areal advise`: suggest a split of devices between generation and training, from the rates of a finished run."""
+"""`areal advise`: suggest a split of devices between generation and training, by a run's rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal compare`: start a flow run of `areal-compare/compare`, watch it and print its result (flows.watch)."""
+"""`areal compare`: run the deployment `areal-compare/compare` and print its result (flows.watch)."""
 
 from __future__ import annotations
 

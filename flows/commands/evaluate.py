@@ -1,4 +1,4 @@
-"""`areal evaluate`: start a flow run of `areal-evaluate/evaluate`, watch it and print its scores (flows.watch)."""
+"""`areal evaluate`: run the deployment `areal-evaluate/evaluate` and print its scores (flows.watch)."""
 
 from __future__ import annotations
 

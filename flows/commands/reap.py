@@ -20,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def reap(arguments: Sequence[str] = (), state: Path = STATE) -> None:
-    """Destroy nodes whose lease is over. Raises ConfigError, and ProvisionError if some could not be destroyed."""
+    """Destroy nodes whose lease is over.
+    Raises ConfigError, and ProvisionError if some could not be destroyed."""
     parser = cli.parser("reap", "", "--store s3://bucket")
     parser.add_argument("--store", metavar="s3://bucket", help="where the leases are, if `make control` was elsewhere")
     reaper = reaper_of(state, parser.parse_args(arguments).store, print)

@@ -1,4 +1,4 @@
-"""`areal train`: start a flow run of `areal/train`, or of `areal-compare/compare` for a sweep; see flows.watch."""
+"""`areal train`: run the deployment `areal/train`, for a sweep `areal-compare/compare` (flows.watch)."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def sweep_arms(varied: Mapping[str, Sequence[str]], seed: int) -> tuple[list[int
 
 
 def check_matched(configs: Mapping[str, RunConfig]) -> None:
-    """Raise ConfigError, naming arm and field, unless the configurations of one seed, by arm, are comparable.
+    """Raise ConfigError, naming arm and field, unless the configurations of a seed, by arm, match.
 
     The arms must agree in `_MATCHED`, in the number of trajectories and in emulation, and may use at most
     launch.devices devices at a time. The first arm is the reference. A synchronous reference must use all devices, to
@@ -180,7 +180,7 @@ def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunC
 
 
 def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
-    """Check that no phase uses more devices than launch.devices, and that a `baseline` uses all in both phases.
+    """Check that no phase uses more than launch.devices devices, and that a `baseline` uses all in both.
 
     Asynchronous servers and ranks may outnumber the cores and then share them, as a run is confined to launch.devices
     cores. Nothing confines emulated devices; `areal_core.config.schema` has a rule for them."""
@@ -209,7 +209,7 @@ def _differs(arm: str, field: str, value: object, reference: str, other: object)
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A comparison: arms times seeds over one experiment. Its folder stores it, so that it can be continued.
+    """A comparison: arms times seeds over one experiment. Its folder stores it for a later continuation.
 
     <state_dir>/comparisons/<name>/
         plan.json                experiment, arms, seeds, overrides
@@ -237,7 +237,7 @@ class Comparison:
         return Path(compose(self.experiment, self.overrides).state_dir).absolute() / "comparisons" / self.name
 
     def continuing(self, known: Comparison) -> Comparison:
-        """This comparison merged with `known`, an earlier one of the same name; arms and seeds of `known` come first.
+        """This comparison merged with `known`, an earlier one of its name, whose arms and seeds come first.
 
         Raises ConfigError, one line that names the field, if the two can't be one comparison."""
         self._check("experiment", self.experiment, known.experiment)
@@ -265,7 +265,8 @@ class Comparison:
 
 
 def read_comparison(folder: Path) -> Comparison | None:
-    """The comparison stored in `folder`; None if there is none. Raises ConfigError if its plan is damaged."""
+    """The comparison stored in `folder`; None if there is none.
+    Raises ConfigError if its plan is damaged."""
     file = folder / "plan.json"
     try:
         known = json.loads(file.read_text())

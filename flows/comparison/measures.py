@@ -85,7 +85,7 @@ def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -
 
 
 def unreached(measure: Measure, results: Sequence[TrialResult], arm: str) -> int:
-    """How many successful trials of the arm lack a value, for measures that need every trial (`of_all`); else 0.
+    """Number of the arm's successful trials without a value; 0 unless the measure needs all (`of_all`).
 
     If trials that never reached a score were left out, an arm that fails to learn would look faster."""
     return len(succeeded(results, arm)) - len(values_by_seed(measure, results, arm)) if measure.of_all else 0
@@ -104,9 +104,9 @@ def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, refere
 
 
 def common_target(results: Sequence[TrialResult]) -> float | None:
-    """The score to time: stop.score, or the highest of SCORES that every successful trial reached by training.
+    """The score to time: stop.score, or the highest of SCORES that every successful trial reached.
 
-    None if no such score exists or the trials are not evaluated."""
+    It must be above the initial accuracy of every trial. None if no score qualifies or the trials are not evaluated."""
     trials = [result for result in results if result.summary is not None]
     if not trials or not trials[0].trial.config.evaluated:
         return None
@@ -120,7 +120,7 @@ def common_target(results: Sequence[TrialResult]) -> float | None:
 
 
 def time_to_score(result: TrialResult, target: float) -> float | None:
-    """RL wall time in seconds until publication of the first version that scored `target`; None if none did."""
+    """RL wall time, in seconds, to the first published version that scored `target`; None if none did."""
     if result.summary is not None and result.trial.config.stop.score == target:
         return result.summary.time_to_score_s
     elapsed = {0: 0.0, **dict(result.curves.get("time/elapsed_s", []))}

@@ -1,4 +1,4 @@
-"""Report of a comparison: its settings, failed trials, and medians with intervals. MLflow has the curves.
+"""Report of a comparison: settings, failed trials, and medians with intervals. MLflow has the curves.
 
 `result_table`, `result_title` and `metrics` are its main numbers, for the terminal and for MLflow.
 """

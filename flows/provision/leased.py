@@ -1,7 +1,8 @@
-"""The nodes of a run under its lease (leases.py): one process at a time creates, replaces and destroys them.
+"""The nodes of a run under its lease: one process at a time creates, replaces and destroys them.
 
-The process renews the lease in the store before every change, so that a process that has lost the lease learns it
-first. A running terraform ends with the lease at the latest. Then the holder cleans up after an earlier holder:
+A process needs the lease (leases.py), and renews it in the store before every change. So a process that has lost the
+lease learns it first. A running terraform ends with the lease at the latest. Then the holder cleans up after an earlier
+holder:
 
 - It removes a lock of Terraform's state that is older than the lease. The terraform that took the lock has ended: it
   ends with its parent process, and at the latest with its lease (guard.py). This lease was taken after that one ran
@@ -188,13 +189,13 @@ class LeasedNodes:
             self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
-        """Leave the nodes to the reaper, which destroys them on its next look. Takes a few seconds; repeatable.
+        """Leave the nodes to the reaper, which destroys them on its next look.
 
-        From now on no thread starts a change: terraform refuses to start, pauses end, and every step raises
-        LeaseLostError. The lease is put down once no terraform runs, because the next holder may begin at once. If
-        terraform does not end in time, its guard still kills it, and the next holder waits for the clock margin. A
-        thread may still make one call to the cloud. That call deletes a resource that no state holds, and its id or
-        name is not reused."""
+        Takes a few seconds, and may be repeated. From now on no thread starts a change: terraform refuses to start,
+        pauses end, and every step raises LeaseLostError. The lease is put down once no terraform runs, because the next
+        holder may begin at once. If terraform does not end in time, its guard still kills it, and the next holder waits
+        for the clock margin. A thread may still make one call to the cloud. That call deletes a resource that no state
+        holds, and its id or name is not reused."""
         if self._over:
             return
         self._closing.set()

@@ -1,4 +1,4 @@
-"""Leases: which process may change the nodes of a run, and until when the nodes may live without an owner.
+"""Leases: which process may change a run's nodes, and how long nodes may live without an owner.
 
 A lease is one object per run in the store, `terraform/leases/RUN.json`. Nodes can't reach it. Every write is a
 compare-and-swap (`Storage.put_over`): exactly one claimant wins, and a former holder learns of its loss at its next
@@ -48,8 +48,7 @@ class HeldError(ProvisionError):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Clocks of a lease: wall time since 1970, elapsed time including machine sleep, and a sleep function.
-    All in seconds."""
+    """Clocks in seconds: wall time since 1970, elapsed time with machine sleep, and a sleep function."""
 
     wall: Callable[[], float] = time.time
     passed: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -119,7 +118,7 @@ class Leases:
         kept_until: float | None = None,
         patience_s: float = 0.0,
     ) -> Held:
-        """Take the lease of a run if it is new, over, put down, or held by an earlier process in the same place.
+        """Take a run's lease if it is new, over, put down, or held by an earlier process in the same place.
 
         A lease that another process holds is waited for, up to `patience_s`, unless its holder renews it meanwhile. A
         reaper gets only leases that are over, and keeps the `request` in them. Raises HeldError if the lease can't be
@@ -261,9 +260,10 @@ class Held:
         self._spent = dict(spent)
 
     def put_down(self, *, keep: bool = True, at_once: bool = True) -> None:
-        """Let go of the lease, so that any process may take it. With `keep` the nodes live on until `kept_until`.
+        """Let go of the lease, so that any process may take it.
 
-        Without `at_once`, others treat it as a lease that runs out now, and wait for the clock margin."""
+        With `keep` the nodes live on until `kept_until`. Without `at_once`, others treat the lease as one that runs out
+        now, and wait for the clock margin."""
         with self._writing:
             self._began = -math.inf  # if the response is lost, the next step renews the lease first
             until = None if at_once else self._leases.clock.wall()

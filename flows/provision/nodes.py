@@ -1,4 +1,4 @@
-"""The nodes of one run: the root module `run` of infra/terraform with its variables, state and outputs.
+"""The nodes of one run: the Terraform root module `run` with its variables, state and outputs.
 
 The state of the root module `control` (`make control`) supplies defaults, so that a request need not repeat them.
 """
@@ -31,7 +31,8 @@ class Host:
 
 
 class Nodes:
-    """Context manager for the nodes of a run, exclusive on this machine. Raises ConfigError and ProvisionError."""
+    """Context manager for the nodes of a run, exclusive on this machine.
+    Raises ConfigError and ProvisionError."""
 
     def __init__(
         self,

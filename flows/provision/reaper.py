@@ -55,7 +55,7 @@ class Reaped:
 def reaper_of(
     state: Path, store: str | None, log: Callable[[str], None], forget: Callable[[str], None] = lambda run: None
 ) -> Reaper | None:
-    """The reaper of the store at URL `store`, or of the store that `control` made here; None if neither is known.
+    """The reaper of the store at URL `store`, or of the store of `control`; None if neither is known.
     Raises StorageError."""
     foundation = control_outputs(state).get("foundation", {})
     url = store or (f"s3://{foundation['bucket']}" if foundation else None)
@@ -106,7 +106,8 @@ class Reaper:
         return self._end(Reaped(run=run, owner=lease.owner, over_since=since))
 
     def _end(self, known: Reaped) -> Reaped | None:
-        """Destroy the nodes of a run, and complete `known` with the result. None if another process was faster."""
+        """Destroy the nodes of a run, and complete `known` with the result.
+        None if another process was faster."""
         run = known.run
         try:
             claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")

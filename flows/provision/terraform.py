@@ -170,7 +170,8 @@ class Terraform:
         return ended.stdout
 
     def stop(self, within_s: float) -> bool:
-        """End a running command within `within_s` seconds and refuse new ones. Return whether none is running."""
+        """End a running command within `within_s` seconds and refuse new ones.
+        Return whether none is running."""
         self._ask(within_s)
         with self._telling:
             return self._telling.wait_for(lambda: self._right is None, within_s + _LATE_S)
