@@ -1,4 +1,4 @@
-"""`areal doctor`: check this machine, one line per requirement, and say how to fix each gap.
+"""`areal doctor`: check this machine's requirements, one per line, and say how to fix each gap.
 
 The exit status is 1 if the default run lacks a requirement. With --model the command describes a model instead: its
 architecture, its stop tokens, and a prompt exactly as the model receives it.

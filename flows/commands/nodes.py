@@ -1,8 +1,8 @@
 """`areal nodes`: plan, create, list and destroy the AWS nodes of a run by hand.
 
 FILE is YAML with the variables of infra/terraform/run/variables.tf. Outputs of `make control` are the defaults. Applied
-nodes have a lease until `lease.expires_at`; then the reaper destroys them, unless you have destroyed them before. Exit
-status: 0 done; 1 failed or not confirmed; 2 a setting is wrong.
+nodes have a lease until `lease.expires_at`; then the reaper destroys them, unless you have destroyed them before.
+Exit status 0: done. Exit status 1: failed or not confirmed. Exit status 2: a setting is wrong.
 """
 
 from __future__ import annotations

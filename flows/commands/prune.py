@@ -1,7 +1,9 @@
 """`areal prune`: show the files of old runs, and delete chosen runs.
 
 Without --run and --older it offers to delete leftovers of dead launchers, which no run needs. It never touches a run
-that is running. Exit status: 0 done, or only shown; 1 a deletion failed; 2 a setting or the store is wrong.
+that is running.
+
+Exit status 0: done, or only shown. Exit status 1: a deletion failed. Exit status 2: a setting or the store is wrong.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`areal reap`: run the reaper of the flow `areal-reap` once, without a Prefect server.
 
-Exit status: 0 done, or nothing to do; 1 a deletion failed; 2 a setting or the store is wrong.
+Exit status 0: done, or nothing to do. Exit status 1: a deletion failed. Exit status 2: a setting or the store is wrong.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Claimant:
 
     owner: str  # the person who owns the nodes
     by: By
-    where: str  # the folder whose lock the claimant has: an earlier holder there is dead
+    where: str  # the folder whose lock the claimant has, so an earlier holder there is dead
     holder: str = field(default_factory=lambda: secrets.token_hex(16))  # unique
 
 
