@@ -1,6 +1,6 @@
 """`areal`: the command for all uses of this system. Each subcommand is a module of flows.commands.
 
-All subcommands take settings as `field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
+Subcommands take settings as `field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
 """
 
 from __future__ import annotations
