@@ -1,6 +1,6 @@
-"""`areal`: one command for everything that people do with this system. Each subcommand is a module of flows.commands.
+"""`areal`: the command for all uses of this system. Each subcommand is a module of flows.commands.
 
-Settings are `field=value` in every subcommand, in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
+Subcommands take settings as `field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 
 from areal_core.run.command import Parser
 
-COMMANDS = {  # what each does, for --help
+COMMANDS = {  # one-line descriptions, for --help
     "setup": "install an optional part: vLLM, a pretrained model, reasoning tasks, the sandbox",
     "train": "train one run, or a sweep of runs, and print the result",
     "compare": "compare synchronous with asynchronous training over several seeds",
@@ -30,7 +30,7 @@ COMMANDS = {  # what each does, for --help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: that of the subcommand, 2 for an unknown one."""
+    """Run a subcommand and return its exit status; 2 for an unknown subcommand."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_help())
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser(name: str, *examples: str) -> Parser:
-    """The options of a subcommand, whose help ends with these examples."""
+    """Argument parser of a subcommand. Its help ends with these examples."""
     shown = "\n".join(f"  areal {name} {example}".rstrip() for example in examples)
     return Parser(
         prog=f"areal {name}",
@@ -58,7 +58,7 @@ def parser(name: str, *examples: str) -> Parser:
 
 
 def add_settings(options: Parser, what: str = "") -> None:
-    """Let a subcommand take `field=value`."""
+    """Add the positional arguments `field=value`. `what` ends their help text."""
     options.add_argument("settings", nargs="*", default=[], metavar="field=value", help=f"settings{what}")
 
 

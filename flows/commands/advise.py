@@ -1,4 +1,4 @@
-"""`areal advise`: suggests how to split devices between generation and training, from the rates of a finished run."""
+"""`areal advise`: suggest a split of devices between generation and training, by a run's rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the splits, the best one first. Raises ConfigError."""
+    """Print the splits, best first. Raises ConfigError."""
     parser = cli.parser("advise", "MY-RUN")
     parser.add_argument("run", help="name of the run")
     options = parser.parse_args(arguments)
@@ -35,5 +35,5 @@ def _run_dir(run_id: str) -> RunDir:
 
 
 def best(run_id: str) -> Split:
-    """The best split by the rates of a run in the default place. Raises ConfigError."""
+    """The best split by the rates of a run in `.areal/runs`. Raises ConfigError."""
     return splits_of_run(_run_dir(run_id))[0]

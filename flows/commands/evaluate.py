@@ -1,4 +1,4 @@
-"""`areal evaluate`: one flow run of `areal-evaluate/evaluate`, watched to its end, and its scores; see flows.watch."""
+"""`areal evaluate`: run the deployment `areal-evaluate/evaluate` and print its scores (flows.watch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal train`: one flow run of `areal/train`, or a sweep as one of `areal-compare/compare`; see flows.watch."""
+"""`areal train`: run the deployment `areal/train`, for a sweep `areal-compare/compare` (flows.watch)."""
 
 from __future__ import annotations
 
