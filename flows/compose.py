@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -27,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.fields import leaves
+from areal_core.config.files import read_values
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ConfigError, one_line
+from areal_core.errors import ConfigError
 from areal_core.run.folders import run_folder
 from flows.places import FILES
 
@@ -120,13 +120,7 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 def _settings_of(file: Path) -> list[str]:
     """Overrides from a user's experiment file, which has the form of the files in conf/experiment.
     Raises ConfigError."""
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise ConfigError(f"experiment: can't read {file}: {reason}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"experiment: {file} must hold fields and their values")
+    values = read_values("experiment", file)
     settings: list[str] = []
     for group in values.pop("defaults", []):
         if group == "_self_":
@@ -135,7 +129,7 @@ def _settings_of(file: Path) -> list[str]:
         if not str(name).startswith("override /"):
             raise ConfigError(f"experiment: {file}: defaults may hold 'override /GROUP: OPTION', got {group!r}")
         settings.append(f"{str(name).removeprefix('override /')}={option}")
-    return settings + [f"{name}={_value(value)}" for name, value in leaves(cast(Mapping[str, Any], values))]
+    return settings + [f"{name}={_value(value)}" for name, value in leaves(values)]
 
 
 def _value(value: Any) -> str:

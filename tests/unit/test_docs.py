@@ -1,6 +1,8 @@
 """Documentation: links resolve, tests named exist, and nothing tells a user to install another project."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,23 @@ def test_nothing_installs_another_project() -> None:
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".tf", ".tftpl")]
     install = re.compile(r"pip install[^\n]*\bareal(?![-_\w./])")
     assert [str(path) for path in sources if install.search(path.read_text())] == []
+
+
+def python_examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_parts_work_as_a_library() -> None:
+    _, *parts = python_examples(ROOT / "docs" / "python.md")
+    assert len(parts) == 4
+    for part in parts:
+        assert part.count("\n") <= 12
+        exec(part, {})
+
+
+@pytest.mark.end_to_end
+def test_the_first_python_example_trains(tmp_path: Path) -> None:
+    first, *_ = python_examples(ROOT / "docs" / "python.md")
+    done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "reward/mean" in done.stdout
