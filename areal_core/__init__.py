@@ -1,1 +1,71 @@
-"""The RL core of AReaL: generation decoupled from training, bounded staleness, decoupled PPO."""
+"""Asynchronous reinforcement learning of language models: the core, and its Python API.
+
+The names below are the API; everything else may change. See docs/python.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_core.algorithm.objectives import ObjectiveFunction as Objective
+    from areal_core.config.schema import RunConfig
+    from areal_core.controller.recorder import BatchMetrics as Metric
+    from areal_core.environments.environment import Environment, Policy
+    from areal_core.environments.verdicts import Verdict, Verifier
+    from areal_core.library import Results, compare, evaluate, load, results, train
+    from areal_core.types import Outcome, Rollout, RunSummary
+    from areal_core.types import Prompt as Task
+
+# Name -> module and name there. They are imported at first use: processes of a run need few of them.
+_API = {
+    "load": "areal_core.library:load",
+    "train": "areal_core.library:train",
+    "evaluate": "areal_core.library:evaluate",
+    "compare": "areal_core.library:compare",
+    "results": "areal_core.library:results",
+    "Results": "areal_core.library:Results",
+    "RunConfig": "areal_core.config.schema:RunConfig",
+    "RunSummary": "areal_core.types:RunSummary",
+    "Task": "areal_core.types:Prompt",
+    "Rollout": "areal_core.types:Rollout",
+    "Outcome": "areal_core.types:Outcome",
+    "Environment": "areal_core.environments.environment:Environment",
+    "Policy": "areal_core.environments.environment:Policy",
+    "Verifier": "areal_core.environments.verdicts:Verifier",
+    "Verdict": "areal_core.environments.verdicts:Verdict",
+    "Objective": "areal_core.algorithm.objectives:ObjectiveFunction",
+    "Metric": "areal_core.controller.recorder:BatchMetrics",
+}
+
+__all__ = [
+    "Environment",
+    "Metric",
+    "Objective",
+    "Outcome",
+    "Policy",
+    "Results",
+    "Rollout",
+    "RunConfig",
+    "RunSummary",
+    "Task",
+    "Verdict",
+    "Verifier",
+    "compare",
+    "evaluate",
+    "load",
+    "results",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, there = _API[name].partition(":")
+    return getattr(import_module(module), there)
+
+
+def __dir__() -> list[str]:
+    return __all__

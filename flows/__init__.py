@@ -1,1 +1,3 @@
-"""The control plane: Prefect flows, the composition of configurations, and the commands behind `make`. No algorithm."""
+"""Control plane: Prefect flows, configuration with Hydra, and the commands of `areal`.
+It contains no algorithm.
+"""

@@ -3,15 +3,14 @@
     prepare -> [ generate | rollout | train | evaluate | track ] -> report          on this machine (`flows.roles`)
     provision -> the nodes' shares -> teardown -> bill                              on nodes (`flows.on_nodes`)
 
-Prefect is not on the hot path: tasks are phases, not training steps, and a Prefect server that goes away
-stops nothing that trains: `flows.page` says what becomes of the view. At the end the flow waits for it, with nothing
-left to run, because Prefect's engine fails what it can't report.
+Prefect is not on the hot path: tasks are phases, not training steps. Training continues while the Prefect server is
+down (`flows.page`). At its end the flow waits for the server, because Prefect's engine fails a flow run that it can't
+report.
 
-Cancelling sends this process SIGTERM, which Prefect raises in the main thread; the run is told to stop and its
-processes end in order. There are no on_cancellation or on_crashed hooks: the worker runs them after this process has
-gone, and not at all when the machine dies, so nothing may depend on them. What ends the processes of a run however this
-one goes is their own tie to it (`areal_core.launch.process`); what frees a run to go on is that `prepare` adopts its
-folder.
+On cancellation Prefect sends SIGTERM to this process and raises it in the main thread. The flow then stops the run, and
+the run's processes end in order. The flow uses no on_cancellation or on_crashed hooks: the worker calls them after this
+process has ended, and never if the machine dies. The launcher's ties end the run's processes in every case
+(`areal_core.launch.process`). A later attempt can resume the run, because `prepare` adopts its folder.
 """
 
 from __future__ import annotations
@@ -50,18 +49,17 @@ def areal(
     provision: Provision | None = None,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default in its form
 ) -> dict[str, Any] | State:
-    """One training run of AReaL: generation, rollout and training side by side, or in turns.
+    """Train one run: generation, rollout and training run concurrently (async) or in turns (sync).
 
     Args:
-        experiment: A file of conf/experiment. What is left empty below is as the experiment says.
-        mode: Generate beside training (async), or in turns with it (sync).
-        seed: Of prompts, sampling and the order of batches.
-        steps: Training steps; each makes one policy version.
-        stop_at_score: Stop once the accuracy on held-out prompts has reached this share, 0 to 1.
-        stop_after_minutes: Stop after so many minutes of training.
-        provision: Where it runs: on this machine (local), on given hosts (static), or on nodes that are made (aws).
-        overrides: Any other setting, one a line, as training.learning_rate=1e-4.
-    """
+        experiment: File of conf/experiment. It supplies all settings left empty below.
+        mode: Generate during training (async), or in turns with it (sync).
+        seed: Random seed of prompts, sampling and batch order.
+        steps: Training steps; each produces one policy version.
+        stop_at_score: Stop once held-out accuracy reaches this value, 0 to 1.
+        stop_after_minutes: Stop after this many minutes of training.
+        provision: Where to run: this machine (local), given hosts (static), or nodes created on AWS (aws).
+        overrides: Any other settings, one a line, such as training.learning_rate=1e-4."""
     tie_to_worker()
     log = get_run_logger()
     given = {
@@ -87,7 +85,7 @@ def _run(config: RunConfig, given: Mapping[str, Any], log: Callable[[str], None]
     with Progress(PROGRESS) as progress:
         if config.provision.kind != "local":
             return run_on_nodes(config, given, progress, log)
-        # The same id in every attempt of this flow run, hence Prefect's "Retry" resumes.
+        # Every attempt of this flow run has the same run id, so Prefect's "Retry" resumes the run.
         run_dir = opened(config, f"{config.label}-{flow_run.id[-12:]}", progress)
         summary = run_roles(run_dir, progress, log)
     report(summary, run_dir)

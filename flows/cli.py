@@ -1,6 +1,6 @@
-"""`areal`: one command for everything that people do with this system. Each subcommand is a module of flows.commands.
+"""`areal`: the command for all uses of this system. Each subcommand is a module of flows.commands.
 
-Settings are `field=value` in every subcommand, in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
+Subcommands take settings as `field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from importlib import import_module, metadata
 
 from areal_core.run.command import Parser
 
-COMMANDS = {  # what each does, for --help
+COMMANDS = {  # one-line descriptions, for --help
     "setup": "install an optional part: vLLM, a pretrained model, reasoning tasks, the sandbox",
     "train": "train one run, or a sweep of runs, and print the result",
     "compare": "compare synchronous with asynchronous training over several seeds",
     "evaluate": "score a model on benchmarks",
+    "try": "sample the base model before training, and tell whether a run can learn from it",
     "plan": "estimate the GPU memory of an experiment, without a GPU",
     "advise": "suggest a better split of devices from the rates of a finished run",
     "doctor": "show what this machine has and lacks, or describe a model and its prompts",
@@ -30,24 +31,24 @@ COMMANDS = {  # what each does, for --help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: that of the subcommand, 2 for an unknown one."""
+    """Run a subcommand and return its exit status; 2 for an unknown subcommand."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_help())
     elif name == "--version":
         print(f"areal {metadata.version('areal-flows')}")
     elif name in COMMANDS:
-        return import_module(f"flows.commands.{name}").main(rest)
+        return import_module(f"flows.commands.{'try_' if name == 'try' else name}").main(rest)
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else ";"
         print(f"areal: error: there is no command {name!r}{hint} `areal --help` lists all", file=sys.stderr)
         return 2
     return 0
 
 
 def parser(name: str, *examples: str) -> Parser:
-    """The options of a subcommand, whose help ends with these examples."""
+    """Argument parser of a subcommand. Its help ends with these examples."""
     shown = "\n".join(f"  areal {name} {example}".rstrip() for example in examples)
     return Parser(
         prog=f"areal {name}",
@@ -58,7 +59,7 @@ def parser(name: str, *examples: str) -> Parser:
 
 
 def add_settings(options: Parser, what: str = "") -> None:
-    """Let a subcommand take `field=value`."""
+    """Add the positional arguments `field=value`. `what` ends their help text."""
     options.add_argument("settings", nargs="*", default=[], metavar="field=value", help=f"settings{what}")
 
 

@@ -1,13 +1,14 @@
-"""The flow `areal-compare`: arms times seeds over one experiment, one run after the other, and a report.
+"""The flow `areal-compare`: train arms times seeds of one experiment in turns, and report.
 
     plan -> track -> trial, trial, trial, ... -> report
 
-Everything that can be found wrong is found by `plan`. A trial is an ordinary run in this process and a task of its own;
-one that fails is tried once more, unless that would end the same, and the comparison goes on without it. A trial that
-has ended before is not run again, and one that was cut off goes on, so that the same name continues a comparison.
+`plan` finds all errors in the settings first. A trial is an ordinary run in this process, and a task. A failed trial is
+retried once, unless its error is permanent; the comparison continues without it. Finished trials are not run again, and
+interrupted ones resume. So a comparison with an existing name continues.
 
-Cancelling sends this process SIGTERM, which Prefect raises in the main thread. Trials run there: the run's processes
-end in order, then the comparison's run in MLflow is marked as killed. See flows.areal for why there are no hooks.
+On cancellation Prefect sends SIGTERM to this process and raises it in the main thread, where trials run. The run's
+processes end in order; then the comparison's MLflow run is marked as killed. flows.areal explains why there are no
+hooks.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
     from areal_core.tracking.outbox import EndStatus
     from flows.comparison.parent import Parent
 
-COMPARISON = "areal-comparison"  # key of an artifact
+COMPARISON = "areal-comparison"  # artifact key
 
-_RETRIES = 1  # of a trial whose processes have spent their restarts; it resumes the same run
-_DELAY_S = 30.0  # before that: MLflow, without which a trial can't start, may be back
+_RETRIES = 1  # retries of a trial whose restart budget is spent; a retry resumes the run
+_DELAY_S = 30.0  # delay of a retry: MLflow, which a trial needs to start, may be back
 _PROGRESS_INTERVAL_S = 2.0
 
 
@@ -55,20 +56,19 @@ def areal_compare(
     name: str | None = None,
     matched: bool = True,
 ) -> State:
-    """Runs that differ in one thing, compared: every arm with every seed, matched in what they train on, and a report.
+    """Compare settings: train every arm with every seed, in turns, and report the differences.
 
     Args:
-        experiment: A file of conf/experiment, for all arms that name none.
-        arms: Name of each arm and the settings that make it, as in {"sync": ["mode=sync"]}; experiment=NAME among them
-            is another file of conf/experiment. The first is the reference.
-        seeds: Every arm runs with each of them. Six or more give intervals of 95 %.
-        overrides: Any other setting of all arms, one a line, as training.steps=50.
-        name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and
-            perhaps new arms or seeds; the arms and seeds of this form count as given. Empty: a new one.
-        matched: Arms must have the same prompts, model and evaluation. False: they may differ in anything.
-    """
+        experiment: File of conf/experiment, for all arms that name none.
+        arms: Settings of each arm by its name, such as {"sync": ["mode=sync"]}. experiment=NAME selects another file of
+            conf/experiment. The first arm is the reference.
+        seeds: Every arm runs with each seed. Six or more seeds give intervals of 95 %.
+        overrides: Any other settings of all arms, one a line, such as training.steps=50.
+        name: Name of the comparison: letters, digits and dashes. An existing name continues that comparison: same
+            settings, and the arms and seeds of this form, defaults included, are added. Empty: a new comparison.
+        matched: True: arms must have the same prompts, model and evaluation. False: arms may differ in anything."""
     tie_to_worker()
-    # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
+    # Every attempt of this flow run has the same name, so Prefect's "Retry" resumes the comparison.
     name = name or generated_name(experiment, flow_run.id[-12:])
     try:
         asked = Comparison(
@@ -89,7 +89,7 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
         failures = _run_all(comparison, trials, parent, progress)
         report(comparison, trials, failures, parent)
         status = "FAILED" if failures else "FINISHED"
-    except Exception:  # a request to end is none: what it cuts off was killed
+    except Exception:  # a request to end is no Exception, so the status stays KILLED
         status = "FAILED"
         raise
     finally:
@@ -102,7 +102,7 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
 
 
 def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None, progress: _Progress) -> dict[str, str]:
-    """Run all trials; run id -> reason of those that failed."""
+    """Run all trials; return the reasons of failed trials by run id."""
     tags = {"comparison": comparison.name, **({"mlflow.parentRunId": parent.run_id} if parent else {})}
     failures: dict[str, str] = {}
     for before, planned in enumerate(trials):
@@ -116,12 +116,12 @@ def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None,
 
 @task(cache_policy=NO_CACHE)
 def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
-    """Find everything that is wrong before anything starts; join what the comparison of this name has already."""
+    """Find all errors before any trial starts, and merge with an existing comparison of this name."""
     known = read_comparison(asked.folder())
     comparison = asked.continuing(known) if known else asked
     trials = comparison.trials()
     to_run = {planned.arm: planned.config for planned in trials if not _has_ended(planned)}
-    for config in to_run.values():  # one an arm: seeds need nothing of their own
+    for config in to_run.values():  # one per arm: the seed changes no requirement
         core.preflight(config)
     comparison.write()
     done = sum(map(_has_ended, trials))
@@ -131,15 +131,16 @@ def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
 
 @task(cache_policy=NO_CACHE)
 def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
-    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children."""
-    from flows.comparison.parent import open_parent  # seconds of imports
+    """Open or resume the comparison's MLflow run; the runs of the trials become its children."""
+    from flows.comparison.parent import open_parent  # slow import
 
     return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
 
 
 def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Asked by Prefect when a trial has failed; `state` holds the one that it returned, which holds the failure."""
-    error = state.data.data if isinstance(state.data, State) else state.data  # the latter is a bug's
+    """Whether Prefect should retry a failed trial.
+    `state` contains the state that the trial returned, with its error."""
+    error = state.data.data if isinstance(state.data, State) else state.data  # a bare error comes from a bug
     return isinstance(error, TrackingError) or (isinstance(error, ArealError) and not isinstance(error, HOPELESS))
 
 
@@ -151,7 +152,7 @@ def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[A
     retry_condition_fn=_worth_another_try,
 )
 def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
-    """One run of the comparison, from its base model to its summary."""
+    """Run one trial, from its base model to its summary."""
     ended_before = _has_ended(planned)
     result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show)
     if result.failure is not None:
@@ -161,7 +162,7 @@ def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State
 
 @task(cache_policy=NO_CACHE)
 def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str], parent: Parent | None) -> None:
-    """The results of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
+    """Write the results to the comparison's folder, to MLflow, and to artifacts of the flow run."""
     results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
     folder = comparison.folder()
     page = report_page(comparison.name, comparison.arms, results)
@@ -182,7 +183,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
 
 
 class _Progress:
-    """How far all trials are."""
+    """Progress of all trials, shown on the flow run's page."""
 
     def __init__(self, comparison: str, shown: Progress) -> None:
         self._comparison = comparison
@@ -191,14 +192,14 @@ class _Progress:
         self.say(0.0, "planning")
 
     def begin(self, planned: Trial, before: int, trials: int, failed: int) -> None:
-        """A trial begins, after `before` others."""
+        """Show that a trial begins, after `before` finished trials."""
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
         self.say(100.0 * before / trials, f"{self._trial} · starting")
 
     def show(self, status: RunStatus) -> None:
-        """How far the trial is."""
+        """Show the progress of the current trial, at most every two seconds."""
         if time.monotonic() - self._said_at >= _PROGRESS_INTERVAL_S:
             done = self._before + status.step / status.steps
             self.say(100.0 * done / self._trials, f"{self._trial} · {describe(status)}")
@@ -210,7 +211,7 @@ class _Progress:
 
 @contextlib.contextmanager
 def _untracked_at_worst() -> Iterator[None]:
-    """An MLflow that has gone away costs what would have been sent to it, not the comparison."""
+    """Log a TrackingError: if MLflow is down, the comparison continues untracked."""
     try:
         yield
     except TrackingError as error:

@@ -1,7 +1,8 @@
-"""From an experiment's name and overrides to a checked `RunConfig`. The only user of Hydra.
+"""Compose an experiment's name and overrides into a checked `RunConfig`.
 
-The schema in `areal_core.config.schema` holds every default. It enters Hydra's ConfigStore as plain values rather than
-as dataclasses, so that one place, `areal_core.config.schema.load`, judges types, bounds and names, each in one line.
+This is the only module that uses Hydra. The schema in `areal_core.config.schema` holds every default. Hydra's
+ConfigStore gets it as plain values, not as dataclasses. So only `areal_core.config.schema.load` checks types, bounds
+and names, with one line per error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -26,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.fields import leaves
+from areal_core.config.files import read_values
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ConfigError, one_line
+from areal_core.errors import ConfigError
 from areal_core.run.folders import run_folder
 from flows.places import FILES
 
@@ -37,9 +38,10 @@ ConfigStore.instance().store(name="schema", node=dataclasses.asdict(RunConfig())
 
 
 def _required(_: str, *, _node_: Any) -> NoReturn:
-    """`${required:model.path}` in a file of `conf/`: a value that only the user can know. (`???` would be taken from
-    the schema's default.)"""
-    name = _node_._get_full_key(None)  # of a mixture: tasks.NAME.task.path
+    """Resolver of `${required:model.path}` in files of `conf/`: a value that the user must give.
+
+    OmegaConf's `???` does not work here, because the schema's default would replace it."""
+    name = _node_._get_full_key(None)  # in a mixture: tasks.NAME.task.path
     raise ConfigError(f"{name}: must be given, as {name}=VALUE")
 
 
@@ -47,7 +49,7 @@ OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
 def experiments() -> list[str]:
-    """Names of the experiments that `conf/` holds; one that begins with an underscore is for another command."""
+    """Names of the experiments in `conf/`. Files that begin with an underscore belong to other commands."""
     return [name for name in _options("experiment") if not name.startswith("_")]
 
 
@@ -60,7 +62,8 @@ def configure(
     stop_after_minutes: float | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """The configuration that the flow's parameters mean; named ones win over `overrides`. Raises ConfigError."""
+    """Configuration from the flow's parameters.
+    Named parameters win over `overrides`. Raises ConfigError."""
     named = {
         "mode": mode,
         "seed": seed,
@@ -72,10 +75,9 @@ def configure(
 
 
 def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of `experiment`, with `overrides` in Hydra's grammar: `training.steps=5`, `task=rows`.
+    """Configuration of `experiment` with overrides in Hydra's grammar: `training.steps=5`, `task=rows`.
 
-    Raises ConfigError, one line that starts with the field, for whatever is wrong with either.
-    """
+    Raises ConfigError, one line that starts with the field, for any error in them."""
     if experiment not in _options("experiment"):
         raise _unknown("experiment", experiment, experiments())
     try:
@@ -87,8 +89,9 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def split_experiment(settings: Sequence[str], default: str = "cpu-async") -> tuple[str, list[str]]:
-    """The experiment among the settings of a command line, and the others. The settings of an experiment in a file of
-    the user's, `experiment=own.yaml`, come before them. Raises ConfigError."""
+    """Split the settings of a command line into the experiment and the overrides.
+
+    The settings of a user's experiment file, `experiment=own.yaml`, precede the other overrides. Raises ConfigError."""
     experiment, own, others = default, [], []
     for setting in settings:
         field, _, value = setting.partition("=")
@@ -102,7 +105,8 @@ def split_experiment(settings: Sequence[str], default: str = "cpu-async") -> tup
 
 
 def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Overrides of one value, and the values of each field that has several, as in `seed=1,2,3`. Raises ConfigError."""
+    """Split overrides into those with one value, and the values of each swept field, as in `seed=1,2,3`.
+    Raises ConfigError."""
     common, varied = [], {}
     for override in overrides:
         parsed = _parsed(override)
@@ -114,14 +118,9 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _settings_of(file: Path) -> list[str]:
-    """The settings of an experiment in a file like those of conf/experiment."""
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise ConfigError(f"experiment: can't read {file}: {reason}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"experiment: {file} must hold fields and their values")
+    """Overrides from a user's experiment file, which has the form of the files in conf/experiment.
+    Raises ConfigError."""
+    values = read_values("experiment", file)
     settings: list[str] = []
     for group in values.pop("defaults", []):
         if group == "_self_":
@@ -130,11 +129,11 @@ def _settings_of(file: Path) -> list[str]:
         if not str(name).startswith("override /"):
             raise ConfigError(f"experiment: {file}: defaults may hold 'override /GROUP: OPTION', got {group!r}")
         settings.append(f"{str(name).removeprefix('override /')}={option}")
-    return settings + [f"{name}={_value(value)}" for name, value in leaves(cast(Mapping[str, Any], values))]
+    return settings + [f"{name}={_value(value)}" for name, value in leaves(values)]
 
 
 def _value(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """`value` in Hydra's grammar."""
     if isinstance(value, str):
         return quoted(value)
     if isinstance(value, list):
@@ -145,21 +144,21 @@ def _value(value: Any) -> str:
 
 
 def quoted(value: str) -> str:
-    """A value that Hydra's grammar takes as it stands."""
+    """`value` quoted, so that Hydra's grammar takes it literally."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 @lru_cache(maxsize=256)
 def _composed(*arguments: str) -> DictConfig:
-    """Kept, unresolved, as a comparison asks for the same again and again, and Hydra takes a tenth of a second."""
+    """Compose with Hydra.
+    Cached and unresolved: a comparison composes the same often, and Hydra takes 0.1 s."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", list(arguments))
 
 
 def _checked(override: str) -> str:
-    """`override` in a form that Hydra takes. Values are forced in: names of fields are for `load` to judge, because it
-    knows what was meant."""
+    """`override` in a form that Hydra accepts, forced in: `load` checks field names with better messages."""
     parsed = _parsed(override)
     name = parsed.key_or_group
     if parsed.is_sweep_override():
@@ -195,7 +194,7 @@ def _unknown(group: str, option: str, known: Sequence[str]) -> ConfigError:
 
 
 def _config_error(error: BaseException) -> ConfigError:
-    """Ours where ours is at the root of it (OmegaConf wraps it twice), else the first line of Hydra's."""
+    """Our own error, if it is the root cause (OmegaConf wraps it twice); else Hydra's error, first line."""
     root = error
     while root.__context__ is not None:
         root = root.__context__
@@ -205,7 +204,7 @@ def _config_error(error: BaseException) -> ConfigError:
 # ---- the benchmarks of an evaluation ----
 
 
-EVALUATION = "_evaluation"  # a file of conf/experiment that is no choice of `areal train`
+EVALUATION = "_evaluation"  # file of conf/experiment for evaluations only
 
 
 def benchmark_configs(
@@ -216,8 +215,10 @@ def benchmark_configs(
     seed: int | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, RunConfig]:
-    """A configuration for each benchmark, by its name: a file of conf/task, whose held-out prompts it is, or name=path
-    where these lie in a file. `model` is a folder, a GGUF file or the name of a run. Raises ConfigError."""
+    """One configuration per benchmark, by name. Raises ConfigError.
+
+    A benchmark is a file of conf/task, with its held-out prompts, or name=path for prompts in a file. `model` is a
+    folder, a GGUF file or the name of a run."""
     given = {"evaluation.samples": samples, "seed": seed}
     common = [*overrides, *(f"{field}={value}" for field, value in given.items() if value is not None)]
     configs: dict[str, RunConfig] = {}
@@ -233,7 +234,7 @@ def benchmark_configs(
 
 
 def _of_run(config: RunConfig) -> RunConfig:
-    """Where the model is the name of a run, with that run's final model."""
+    """Replace the name of a run by the path of that run's final model."""
     assert config.model.path is not None
     final = run_folder(config, config.model.path).root / "final"
     return replace(config, model=replace(config.model, path=str(final))) if os.path.isdir(final) else config

@@ -1,9 +1,9 @@
-"""`python -m flows.control FILE`: the servers that outlive runs: Prefect's and MLflow's, on a Postgres of their own.
+"""`python -m flows.control FILE`: servers that outlive runs (Prefect, MLflow, and their Postgres).
 
-FILE is what the machine was told when it booted (`infra/terraform/modules/control/user_data.sh.tftpl`). All three are
-started and watched by this process, as the user that it runs as. Postgres listens on a socket in a folder that is this
-user's alone, and so takes no password; the other two listen on the machine's address and take nobody without one, which
-they get through their environment. It ends when one of them can't be started any more; who started it tries again.
+FILE is the boot file of the machine (`infra/terraform/modules/control/user_data.sh.tftpl`). This process starts and
+supervises the three servers under its own user. Postgres listens on a socket in a folder that only this user can read,
+and needs no password. Prefect and MLflow listen on the machine's address and require passwords, which they get through
+their environment. The process ends once a server can't be restarted; systemd then starts it again.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _MLFLOW_USERS = """\
 default_permission = READ
 database_uri = {database}
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
-"""  # who may read what others have made
-_MLFLOW_PASSWORD = 12  # characters that MLflow asks for
+"""  # everyone may read everything; only owners may write
+_MLFLOW_PASSWORD = 12  # least number of characters, required by MLflow
 
 
 class Control(msgspec.Struct, forbid_unknown_fields=True):
-    """What the machine is told when it boots. None of it is secret."""
+    """Boot file of the control machine. It contains no secrets."""
 
-    address: str  # of this machine, that the servers listen on
+    address: str  # address of this machine, on which the servers listen
     state: str  # folder of the database, logs and Prefect's home; it outlives the machine
-    artifacts: str  # where MLflow keeps them, s3://bucket/prefix
+    artifacts: str  # MLflow's artifact store, s3://bucket/prefix
     region: str
-    prefect_secret: str  # name of the parameter that holds user:password
-    mlflow_secret: str  # of that which holds the password of MLflow's user `admin`
+    prefect_secret: str  # name of the SSM parameter that holds user:password
+    mlflow_secret: str  # name of the SSM parameter with the password of MLflow's user `admin`
     prefect_port: int = 4200
     mlflow_port: int = 5000
 
 
 class Database:
-    """A Postgres of this user's own. Raises ProcessError where it can't be had."""
+    """A Postgres server of this user. Raises ProcessError if Postgres is missing or fails."""
 
     def __init__(self, folder: Path) -> None:
         self.data, self.sockets = folder / "data", folder / "sockets"
@@ -73,7 +73,7 @@ class Database:
         return self._ask("pg_isready", "--quiet", "--host", str(self.sockets)).returncode == 0
 
     def create(self, name: str) -> None:
-        """Make a database, unless it is there."""
+        """Create a database unless it exists."""
         there = self._run("psql", "--host", str(self.sockets), "--list", "--tuples-only", "--no-align", "postgres")
         if name not in {line.partition("|")[0] for line in there.splitlines()}:
             self._run("createdb", "--host", str(self.sockets), name)
@@ -82,7 +82,7 @@ class Database:
         return f"{driver}:///{name}?host={self.sockets}"
 
     def _make(self) -> None:
-        """The folder is whole or not there, whenever this process may be killed."""
+        """Create the data folder atomically, so that a kill leaves no partial folder."""
         part = self.data.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         self._run("initdb", "--pgdata", str(part), "--auth", "trust", "--encoding", "UTF8", "--locale", "C.UTF-8")
@@ -99,7 +99,7 @@ class Database:
 
 
 def serve() -> None:
-    """Until asked to stop. Raises ProcessError, ConfigError, StorageError."""
+    """Run the servers until asked to stop. Raises ProcessError, ConfigError, StorageError."""
     os.environ[MARK] = secrets.token_hex(8)
     control = told(Control)
     asked = {"prefect": control.prefect_secret, "mlflow": control.mlflow_secret}

@@ -1,8 +1,8 @@
-"""The flow `areal-evaluate`: a model on one benchmark or several, and a report.
+"""The flow `areal-evaluate`: score a model on one or more benchmarks, and report.
 
     benchmarks -> completions and verdicts -> report
 
-The same evaluation asked for again goes on where it ended: see areal_core.run.evaluation.
+An interrupted evaluation resumes if it is started again: see areal_core.run.evaluation.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ def areal_evaluate(
     reference: str | None = None,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default in its form
 ) -> State:
-    """A model on benchmarks: greedy and sampled completions of every problem, their verdicts, and scores.
+    """Score a model on benchmarks: greedy and sampled completions of every problem, verdicts, and scores.
 
     Args:
-        model: A model folder, a GGUF file, or the name of a run, whose final model it is.
-        benchmarks: Files of conf/task, whose held-out prompts they are; name=path for prompts in a file.
-        samples: Of every problem, beside its greedy completion. Empty: none; the paper has 32.
-        seed: Of the samples.
-        name: Of the evaluation. One that exists goes on. Empty: it follows from the model and all that is asked of it.
-        reference: The name of an earlier evaluation, to compare with problem by problem.
-        overrides: Any other setting, one a line, as generation=vllm or task.chat.enabled=true.
-    """
+        model: A model folder, a GGUF file, or the name of a run, for its final model.
+        benchmarks: Files of conf/task, for their held-out prompts; name=path for prompts in a file.
+        samples: Sampled completions per problem, beside the greedy one. Empty: none; the paper uses 32.
+        seed: Random seed of the samples.
+        name: Name of the evaluation. An existing one resumes. Empty: derived from the model and the settings.
+        reference: Name of an earlier evaluation to compare with, problem by problem.
+        overrides: Any other settings, one a line, such as generation=vllm or task.chat.enabled=true."""
     tie_to_worker()
     log = get_run_logger()
     try:
@@ -97,8 +96,8 @@ def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:
 
 
 def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -> str:
-    """A run of the evaluation in MLflow; returns where it is to be seen."""
-    from areal_core.tracking import mlflow_client  # seconds of imports
+    """Track the evaluation as a run in MLflow; return the address of its page."""
+    from areal_core.tracking import mlflow_client  # slow import
 
     name = results[0].records_file.parent.name
     tags = {

@@ -1,14 +1,14 @@
-"""The nodes of one run and their shares of it, kept together until the run has ended.
+"""The nodes of one run and their shares of it, supervised until the run ends.
 
-A *share* is what one node does: serve as `generation`, or train; the first one that trains leads, and its end is the
-run's. Shares are flow runs, which nodes take from the queue of their role; a share is anybody's until a node has it.
-`look` compares what there is with what there should be:
+A *share* is the work of one node: serve as `generation`, or train. The first trainer share leads, and the run ends with
+it. Shares are flow runs in a work queue per role; any node of the role may take a waiting share. `look` compares the
+actual with the wanted state:
 
-    a node that is reclaimed, bad, silent, or never came up    is replaced, and its share is given out again
-    a share that has failed or crashed                         is given out again, `launch.restarts` times
-    the leading share has ended                                the run has
+    a node is reclaimed, bad, silent, or did not boot          replace it, and give its share out again
+    a share has failed or crashed                              give it out again, `launch.restarts` times
+    the leading share has ended                                the run has ended
 
-Without Prefect: `Work` stands for it.
+This module does not use Prefect: the protocol `Work` stands for it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from flows.provision.nodes import Host
 if TYPE_CHECKING:
     from flows.provision.leased import LeasedNodes
 
-_AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
-_VAIN = 10  # such tries, while nobody trains
-_GAP_S = 15.0  # between two looks, above which Prefect's server was away: who was silent then was not heard
+_AGAIN_S = 60.0  # pause after a failed replacement
+_VAIN = 10  # failed replacements in a row before the run fails, while a trainer share is not running
+_GAP_S = 15.0  # a longer gap between looks means that Prefect's server was down, so silence proves nothing
 
 
 class Stage(Enum):
-    """What has become of a share."""
+    """State of a share."""
 
-    WAITS = "waits"  # for a node
+    WAITS = "waits"  # waits for a node
     RUNS = "runs"
     DONE = "done"
-    RECLAIMED = "reclaimed"  # with its node
+    RECLAIMED = "reclaimed"  # its node was reclaimed
     BAD_NODE = "bad node"
-    REFUSED = "refused"  # the same again would end the same
+    REFUSED = "refused"  # permanent error: a retry would fail too
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -51,34 +51,34 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A share, as it was seen last."""
+    """A share as last seen."""
 
     stage: Stage
-    node: str | None  # the cloud's id of the node that has it
+    node: str | None  # the cloud's id of the share's node; None: not taken yet
     message: str
 
 
 class Work(Protocol):
-    """Where shares are given out: `flows.shares`."""
+    """Interface that gives out shares; `flows.shares` implements it."""
 
     def give(self, role: str, index: int) -> str:
-        """Give a share out; its id."""
+        """Give out a share, and return its id."""
         ...
 
     def seen(self, ids: Iterable[str]) -> Mapping[str, Seen]: ...
 
     def lose(self, share: str, reason: str) -> None:
-        """Nobody has this share any more."""
+        """Mark a share as lost: no node runs it."""
         ...
 
     def silent_s(self) -> Mapping[str, float]:
-        """For how long workers have been silent, in seconds, by the ids of their nodes."""
+        """Seconds since each worker's last heartbeat, by node id."""
         ...
 
 
 @dataclass
 class Share:
-    """A share, and who has it."""
+    """A share, its last seen state and its failures."""
 
     role: str
     index: int
@@ -86,7 +86,7 @@ class Share:
     seen: Seen = field(default_factory=lambda: Seen(Stage.WAITS, None, ""))
     failures: int = 0
     given_up: bool = False
-    seen_to: bool = True  # what was seen last has had its consequences
+    seen_to: bool = True  # `_changed` has handled the last seen stage
 
     @property
     def name(self) -> str:
@@ -94,7 +94,8 @@ class Share:
 
 
 class Fleet:
-    """A context. One thread looks; nodes are replaced in another one, while the run goes on."""
+    """Context manager for the nodes and shares of a run.
+    One thread calls `look`; another replaces nodes meanwhile."""
 
     def __init__(
         self,
@@ -107,18 +108,19 @@ class Fleet:
         log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`supply` None: nodes are given, and none is replaced; `restarts` of a share that fails."""
+        """Give out all shares.
+        With `supply` None, hosts are given and never replaced. `restarts` is the limit per share."""
         self.config, self._work, self._supply, self._restarts = config, work, supply, restarts
         self._log, self._clock = log, clock
-        self._born: dict[str, float] = {}  # when nodes were first known, by their ids
-        self._heard: set[str] = set()  # nodes whose workers have been there
+        self._born: dict[str, float] = {}  # time of first sight, by node id
+        self._heard: set[str] = set()  # ids of nodes whose workers have sent a heartbeat
         self._looked = self._heard_since = self._clock()
         self.hosts: list[Host] = []
         self._know(hosts)
-        self._bad: dict[str, str] = {}  # nodes to replace, and why, by their names
+        self._bad: dict[str, str] = {}  # reasons of nodes to replace, by node name
         self._replacements = config.replacements
         self._replacing: concurrent.futures.Future[list[Host]] | None = None
-        self._replaced: dict[str, str] = {}  # what is being replaced
+        self._replaced: dict[str, str] = {}  # nodes in replacement, as in `_bad`
         self._not_before = 0.0
         self._vain = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "replace")
@@ -132,8 +134,8 @@ class Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for what is being replaced, as nodes must not come after the end; but not where this process is asked
-        to end: `supply` then has to see to it."""
+        """Wait for a replacement in progress, so that no node starts after the end.
+        If this process is asked to end, do not wait: `supply` is then responsible for the nodes."""
         self._thread.shutdown(wait=kind is None or issubclass(kind, Exception), cancel_futures=True)
 
     @property
@@ -151,15 +153,16 @@ class Fleet:
 
     @property
     def ended(self) -> bool:
-        """Whether every share has."""
+        """Whether every share has ended."""
         return all(share.seen.stage.over for share in self.shares)
 
     def of(self, role: str) -> list[Share]:
         return [share for share in self.shares if share.role == role]
 
     def look(self) -> None:
-        """See what has changed, and see to it; what an error of `work` has kept from being done is done by the next
-        look. Raises ConfigError, ProcessError or ProvisionError when the run can't go on."""
+        """Read the shares' states and act on changes. If `work` raises an error, the next look continues.
+
+        Raises ConfigError, ProcessError or ProvisionError if the run can't continue."""
         seen = self._work.seen([share.id for share in self.shares if not share.seen.stage.over])
         for share in self.shares:
             if share.id in seen and seen[share.id] != share.seen:
@@ -241,9 +244,9 @@ class Fleet:
         if host is not None:
             self._mark(host, why)
         elif share.role == "trainer" or self._supply is None:
-            self._give_up(share, why)  # nobody knows where it was: a host that was given
+            self._give_up(share, why)  # an unknown or given host can't be replaced
         else:
-            self._give(share)  # its node is another one by now
+            self._give(share)  # its node was replaced meanwhile
 
     def _mark(self, host: Host, why: str) -> None:
         if self._supply is not None and self._replacements > 0:
@@ -268,7 +271,7 @@ class Fleet:
     def _take_replaced(self, replacing: concurrent.futures.Future[list[Host]]) -> None:
         try:
             self._know(replacing.result())
-        except ProvisionError as error:  # quota, capacity, the API: the run goes on without, meanwhile
+        except ProvisionError as error:  # quota, capacity, the API: the run continues with fewer nodes
             self._vain += 1
             if self._vain >= _VAIN and any(share.seen.stage is not Stage.RUNS for share in self.of("trainer")):
                 raise
@@ -282,7 +285,7 @@ class Fleet:
             its = share.seen
             if its.node is None or its.node in known or share.given_up:
                 continue
-            if not its.stage.over:  # a node that was replaced had taken it meanwhile
+            if not its.stage.over:  # the replaced node had taken it meanwhile
                 self._work.lose(share.id, f"node {its.node} was replaced")
             if its.stage in (Stage.RECLAIMED, Stage.BAD_NODE) or not its.stage.over:
                 self._give(share)

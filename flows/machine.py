@@ -1,7 +1,7 @@
-"""Helpers for programs on a node: its boot file, secrets, and the cloud's metadata service.
+"""Helpers for programs on a node: boot file, secrets, GPUs, and the cloud's metadata service.
 
-Secrets lie in the cloud's parameter store (AWS's SSM). The metadata service announces the end of a spot node two
-minutes before.
+Secrets are in the cloud's parameter store (AWS SSM). The metadata service announces the reclaim of a spot node two
+minutes ahead.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from areal_core.run.roles import visible_gpus
 
 T = TypeVar("T")
 
-_AT_ONCE = 10  # parameters that one request may name
+_AT_ONCE = 10  # most parameters per request
 _METADATA = "http://169.254.169.254/latest"
 _TOKEN_S = 60
-_LOOK_S = 5.0  # between two looks whether the machine is to be reclaimed
-_METADATA_S = 2.0  # it is on this machine, or there is none
+_LOOK_S = 5.0  # interval of checks for the notice
+_METADATA_S = 2.0  # short: the service answers at once where it exists
 
 
 def told(kind: type[T]) -> T:
-    """What the machine was told, from the file that the command line names. Raises ConfigError."""
+    """Read the boot file that the command line names. Raises ConfigError."""
     if len(sys.argv) != 2:
         raise ConfigError(f"{Path(sys.argv[0]).name}: must be given the file that says what the machine was told")
     try:
@@ -44,8 +44,8 @@ def told(kind: type[T]) -> T:
 
 
 def secret_values(region: str, names: Mapping[str, str]) -> dict[str, str]:
-    """The values of the parameters that `names` names, by its keys. Raises ConfigError for those that there are not,
-    and StorageError where the store doesn't say."""
+    """Values of the parameters in `names`, under the same keys.
+    Raises ConfigError for a missing parameter. Raises StorageError if the parameter store fails."""
     asked = sorted(set(names.values()))
     values: dict[str, str] = {}
     if not asked:
@@ -63,15 +63,15 @@ def secret_values(region: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def identity() -> str:
-    """The cloud's id of this machine; its host name where no cloud says one."""
+    """The cloud's id of this machine; its host name if no cloud gives one."""
     return metadata("instance-id") or socket.gethostname()
 
 
 class Notice:
-    """A context that looks, in a thread, whether the cloud is to take this machine back."""
+    """Context manager that polls, in a thread, for the cloud's notice that it reclaims this machine."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        self.text: str | None = None  # what the cloud has said; None so far
+        self.text: str | None = None  # the cloud's notice; None before it
         self._log = log
         self._over = threading.Event()
         self._heed: Callable[[str], None] = lambda text: None
@@ -86,7 +86,7 @@ class Notice:
         self._thread.join()
 
     def heed(self, action: Callable[[str], None]) -> None:
-        """Have `action` called with the notice, in a thread, once there is one."""
+        """Call `action` with the notice once it arrives, in the polling thread; at once if it has arrived."""
         self._heed = action
         if self.text is not None:
             action(self.text)
@@ -101,11 +101,11 @@ class Notice:
 
 
 def metadata(name: str) -> str | None:
-    """What the cloud's metadata service says of this machine; None where it says nothing, or there is none."""
+    """Read an entry of the cloud's metadata service; None if the entry or the service does not exist."""
     try:
         token = _metadata("PUT", "api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)})
         return _metadata("GET", f"meta-data/{name}", {"X-aws-ec2-metadata-token": token})
-    except OSError:  # not found, nobody there, no response in time
+    except OSError:  # not found, no service, or no response in time
         return None
 
 
@@ -116,7 +116,7 @@ def _metadata(method: str, path: str, headers: Mapping[str, str]) -> str:
 
 
 def own_address(url: str) -> str:
-    """The address of this machine by which it reaches the host of `url`, which is sent nothing."""
+    """This machine's address on the route to the host of `url`. Sends no packet."""
     where = urlsplit(url)
     family, kind, *_, address = socket.getaddrinfo(where.hostname, where.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -124,11 +124,11 @@ def own_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-_NVIDIA_SMI_S = 60.0  # the first call of a machine loads the driver
+_NVIDIA_SMI_S = 60.0  # a machine's first call loads the driver
 
 
 def gpu_trouble(nodes: NodesConfig) -> str | None:
-    """What this node lacks of the GPUs that the run asks of its role's: a driver, or some of them."""
+    """Check the node's driver and number of GPUs against the run's needs; return the problem, or None."""
     if not nodes.gpus:
         return None
     try:

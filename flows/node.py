@@ -20,7 +20,7 @@ from flows.machine import identity, secret_values, told
 
 
 class Prefect(msgspec.Struct, forbid_unknown_fields=True):
-    """Where work comes from."""
+    """Prefect's API, work pool and work queue."""
 
     api_url: str
     work_pool: str
@@ -28,19 +28,20 @@ class Prefect(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Node(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node is told when it boots. None of it is secret."""
+    """Boot file of a node. It contains no secrets."""
 
-    run: str  # `static` for a host of no run's own
+    run: str  # run id; `static` for a host that serves any run
     role: str
     prefect: Prefect
     region: str = ""
-    expires_at: str = ""  # RFC 3339; the node shuts itself down then
+    expires_at: str = ""  # RFC 3339; the node then shuts itself down
     environment: dict[str, str] = {}
-    secrets: dict[str, str] = {}  # environment variable -> name of the parameter that holds its value
+    secrets: dict[str, str] = {}  # environment variable -> name of its parameter
 
 
 def worker() -> NoReturn:
-    """Become the worker of the node's queue; one piece of work at a time, as it uses the whole node."""
+    """Become the worker of the node's queue.
+    It runs one share at a time, because a share uses the whole node."""
     node = told(Node)
     environment = {
         **os.environ,

@@ -1,11 +1,11 @@
-"""The flow `areal-node`: what one node does of a run, started by the node's own worker.
+"""The flow `areal-node`: one node's share of a run, started by the node's own Prefect worker.
 
-    check the node -> lead the run, or take a share of it over -> its end
+    check the node -> lead the run, or join it -> end
 
-The first node that trains leads: the launcher runs there, with all roles that other nodes don't have. It tells the
-others where it is, and the run's token, by a secret block of Prefect's. They have a copy of its folder; where it is
-lost, they wait for another head node, which goes on from the newest checkpoint.
-A node that is to be reclaimed leaves the run; the flow that has provisioned it gives its share to another one.
+The first trainer node is the head node: it runs the launcher and all roles without nodes of their own. Through a secret
+block of Prefect it gives the other nodes its address and the run's token. The other nodes work on copies of its folder.
+If the head node is lost, they wait for the next one, which resumes from the newest checkpoint. A node that is to be
+reclaimed leaves the run. The flow that provisioned it gives its share to another node.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from flows.shares import (
     whereabouts,
 )
 
-_PATIENCE_S = 1.0  # with the controller: the next look asks again
-_HEAD_S = 1800.0  # for a head node to come up, also for another one in its place: nodes take their time
+_PATIENCE_S = 1.0  # patience with the controller; the next look asks again
+_HEAD_S = 1800.0  # patience with the start of a head node, or of its replacement
 _LOOK_S = 2.0
 
 Log = Callable[[str], None]
@@ -61,15 +61,14 @@ Log = Callable[[str], None]
 def areal_node(
     run_id: str, role: Literal["generation", "trainer"], index: int, known_by: str, run: dict[str, Any]
 ) -> State:
-    """One node's share of a run.
+    """Run one node's share of a run.
 
     Args:
-        run_id: The run.
-        role: What the node does.
-        index: Which of its role's nodes it is; the first one that trains leads the run.
-        known_by: The flow run that has provisioned the node, which people know the run by.
-        run: The parameters of the flow `areal`.
-    """
+        run_id: Id of the run.
+        role: Role of the node.
+        index: Index of the node in its role; trainer 0 is the head node.
+        known_by: Id of the flow run that provisioned the node. Users know the run by it.
+        run: Parameters of the flow `areal`."""
     tie_to_worker()
     log, node = get_run_logger().info, identity()
     address = own_address(PREFECT_API_URL.value() or "")
@@ -99,7 +98,7 @@ def areal_node(
 
 
 def _trouble(config: RunConfig) -> str | None:
-    """What this node lacks besides: room on its disk, a way to the store, or the right time, which S3 asks for."""
+    """Check disk space and access to the store, which also tests the clock; return the problem, or None."""
     try:
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(config.state_dir).free / 2**30
@@ -115,10 +114,10 @@ def _trouble(config: RunConfig) -> str | None:
 
 
 def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notice) -> None:
-    """Run it to its end. `known_by` is the flow run that people know the run by. What people will ask for once the node
-    is gone is put into the store, whatever the end."""
+    """Run the launcher to the run's end, then keep summary and logs in the store, in every case.
+    `known_by` is the flow run that users know the run by."""
     with Progress(PROGRESS) as progress:
-        if known := whereabouts(run_id):  # there was another head node
+        if known := whereabouts(run_id):  # an earlier head node existed
             core.run_folder(config, run_id).keep_token(known.token)
         run_dir = opened(config, run_id, progress, known_by)
         try:
@@ -129,7 +128,7 @@ def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notic
 
 
 class _Looks:
-    """What the launcher of a head node sees to besides."""
+    """Extra work in the head node's supervision loop: reclaim notice, whereabouts, requests to finish."""
 
     def __init__(self, run_dir: RunDir, log: Log, notice: Notice) -> None:
         self._run_dir, self._log, self._notice = run_dir, log, notice
@@ -156,7 +155,7 @@ class _Looks:
             try:
                 with closing(ControllerClient(self._run_dir, patience_s=_PATIENCE_S)) as controller:
                     controller.stop(asked)
-            except ArealError as error:  # it is being restarted: the next look asks again
+            except ArealError as error:  # the controller restarts: the next look asks again
                 self._log(f"the run is to end ({asked}), and its controller does not answer: {error}")
                 return
             if asked != self._asked:
@@ -165,7 +164,7 @@ class _Looks:
 
 
 def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
-    """Summary, logs and evaluations, in the run's folder of the store."""
+    """Store summary, logs and evaluations in the run's folder of the store."""
     store = Storage.open(run_dir.info().checkpoint_url, config.storage.endpoint_url, config.storage.patience_s)
     files = [run_dir.summary, run_dir.root / "config.json", run_dir.root / "run.json"]
     files += [*run_dir.logs.glob("*"), *run_dir.evaluations.rglob("*")]
@@ -182,18 +181,19 @@ def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
 
 
 def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
-    """Until the run has ended in order, or this node has left it. Raises ProcessError and others."""
+    """Join the run as a remote worker until it ends in order or this node leaves.
+    Raises ProcessError and others."""
     log("waiting for the head node")
     known = _head_of(run_id)
 
     def where() -> str:
-        """As Prefect knows it; where it was, while Prefect is away."""
+        """The head node's address from Prefect; the last known one while Prefect is down."""
         nonlocal known
         with suppress(httpx.HTTPError):
             known = whereabouts(run_id) or known
         return known.url
 
-    head = Head(where, known.token)  # the token is the run's, which every head node of it has
+    head = Head(where, known.token)  # every head node of the run has the same token
     count = servers_per_node(config) if role == "generation" else 1
     share = Share(role=role, first=index * count, count=count)
     folder = Path(config.state_dir).absolute() / "copies" / f"{role}-{index}"
@@ -208,7 +208,7 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
 
 
 def _head_of(run_id: str) -> Whereabouts:
-    """Once there is one. Raises ProcessError where none comes up."""
+    """Wait for a head node, and return its whereabouts. Raises ProcessError if none starts in time."""
     deadline = time.monotonic() + _HEAD_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):

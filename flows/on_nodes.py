@@ -1,10 +1,10 @@
-"""A run on nodes of its own, for the flow `areal`.
+"""Run the flow `areal` on nodes.
 
     provision -> the nodes' shares -> teardown -> bill
 
-The head node has the first share: what trains, rolls out, evaluates and tracks. This process only looks after the nodes
-and their shares (`flows.fleet`): it may be anywhere, as long as it reaches Prefect's API and, for a cloud, the cloud's.
-Where it dies, the run goes on until its lease is over; started again, it finds nodes and shares as they are.
+The head node's share trains, rolls out, evaluates and tracks. This process only supervises the nodes and their shares
+(`flows.fleet`). It needs access to Prefect's API, and for a cloud to the cloud's API. If it dies, the run continues
+until its lease is over. After a restart it adopts the existing nodes and shares.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ from flows.stack import STATE
 from flows.watch import newest_artifact
 
 _LOOK_S = 2.0
-_SEE_S = 20.0  # for nodes to see that their run has ended in order
-_END_S = 90.0  # for shares that were told to end
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # with a flow run's part, what a cloud takes for a run
+_SEE_S = 20.0  # time for nodes to notice the end of the run
+_END_S = 90.0  # time for shares to end
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # together with the flow run's part, valid for the cloud
 
 Log = Callable[[str], None]
 
 
 def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress, log: Log) -> RunSummary:
-    """`given` are the flow's parameters. Raises CancelUnheard, LeaseLostError, and ArealErrors of all kinds."""
+    """Provision nodes, run to the end, and destroy them.
+    `given` are the flow's parameters. Raises CancelUnheard, LeaseLostError, and ArealErrors of all kinds."""
     run_id = _run_id(config)
     control = control_outputs(STATE)
     chosen = [*given.get("overrides", []), *overrides(config, control)]
@@ -91,7 +92,7 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
 
 @task(cache_policy=NO_CACHE)
 def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[], Shares]) -> list[Host]:
-    """Have the nodes made, as the plan says that becomes an artifact; or find the hosts that are given."""
+    """Create the nodes, and show the plan as an artifact; or find the given hosts."""
     hosts = _given(config, shares()) if nodes is None else nodes.make(_show_plan)
     get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
     return hosts
@@ -99,7 +100,7 @@ def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[],
 
 @task(cache_policy=NO_CACHE)
 def teardown(nodes: LeasedNodes | None) -> None:
-    """End the nodes. What can't be ended now, the reaper ends."""
+    """Destroy the nodes. The reaper destroys any that are left."""
     if nodes is None:
         get_run_logger().info("hosts that are given stay")
     else:
@@ -108,10 +109,10 @@ def teardown(nodes: LeasedNodes | None) -> None:
 
 @task(cache_policy=NO_CACHE)
 def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
-    """What the nodes have cost, and for what: an artifact of the flow run, and metrics of the run in MLflow."""
+    """Report the cost of the nodes by use: an artifact of the flow run, and MLflow metrics of the run."""
     log = get_run_logger()
     idle = {role: {"idle": share} for role, share in summary.idle.items()}
-    if generated := summary.tokens.generated:  # sampled and never trained on, of the time in which servers worked
+    if generated := summary.tokens.generated:  # stale: share of dropped tokens in the servers' busy time
         its = idle.setdefault("generation", {"idle": 0.0})
         its["stale"] = (1.0 - its["idle"]) * summary.tokens.dropped / generated
     parts = split(spent.by_role(), idle)
@@ -124,7 +125,7 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     info = RunInfo(**json.loads(store.get_bytes("run.json")))
     if info.tracking_uri is None or info.tracking_run_id is None:
         return
-    from areal_core.tracking.mlflow_client import add_to_run  # seconds of imports
+    from areal_core.tracking.mlflow_client import add_to_run  # slow import
 
     metrics = {f"cost/{role}_hours": hours for role, hours in spent.hours().items()}
     if (dollars := spent.dollars()) is not None:
@@ -150,7 +151,7 @@ def _show_plan(plan: Plan) -> None:
 def _leased(
     config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log
 ) -> AbstractContextManager[LeasedNodes | None]:
-    """The nodes that the run has made; None where hosts are given, of which nothing is made, replaced or ended."""
+    """The run's nodes; None for given hosts, which are never created, replaced or destroyed."""
     its = config.provision
     if its.kind == "static":
         return nullcontext()
@@ -160,7 +161,8 @@ def _leased(
 
 
 def _given(config: RunConfig, shares: Shares) -> list[Host]:
-    """Raises ProvisionError where fewer hosts serve the queue of a role than the run has nodes of it."""
+    """The given hosts, by role.
+    Raises ProvisionError if fewer hosts serve a role's queue than the run needs."""
     hosts: list[Host] = []
     for role, nodes in by_role(config).items():
         there = shares.hosts(role)
@@ -175,13 +177,14 @@ def _given(config: RunConfig, shares: Shares) -> list[Host]:
 
 @contextmanager
 def _reaped_where_cancelled() -> Iterator[None]:
-    """Where this process is asked to end, with half a minute for it, its nodes have been handed over to the reaper,
-    which does not wait for its schedule."""
+    """Start the reaper at once if this process is asked to end, which leaves it only half a minute.
+
+    By then the nodes have been handed over to the reaper."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
-            # Where there is no reaper, the nodes' own end comes.
+            # Without a reaper, the nodes shut themselves down at their expiry.
             with seen_where_it_answers(), get_client(sync_client=True) as client, suppress(ObjectNotFound):
                 client.create_flow_run_from_deployment(client.read_deployment_by_name(REAPER).id)
         raise
@@ -191,17 +194,17 @@ def _reaped_where_cancelled() -> Iterator[None]:
 def _given_out(
     config: RunConfig, hosts: list[Host], shares: Shares, nodes: LeasedNodes | None, log: Log
 ) -> Iterator[Fleet]:
-    """The shares of the run, which all have ended in the end."""
+    """Give out the shares of the run; on exit, end them all."""
     with Fleet(config.provision, hosts, shares, nodes, restarts=config.launch.restarts, log=log) as fleet:
         try:
             yield fleet
         except BaseException as error:
             if isinstance(error, Exception):
-                if not isinstance(error, LeaseLostError):  # else they are somebody else's, as the nodes are
+                if not isinstance(error, LeaseLostError):  # if the lease is lost, another process owns shares and nodes
                     _end(shares, log)
             else:
                 if nodes is not None:
-                    nodes.hand_over()  # first, as Prefect may be away
+                    nodes.hand_over()  # first, as Prefect may be down
                 with seen_where_it_answers():
                     shares.stop()
             raise
@@ -209,7 +212,7 @@ def _given_out(
 
 
 def _end(shares: Shares, log: Log) -> None:
-    """Have all shares end, and nothing be given out any more."""
+    """End all shares, then give out no more."""
     deadline = time.monotonic() + _END_S
     while not told("that the run's shares are to end", shares.stop, log):
         if time.monotonic() > deadline:
@@ -222,7 +225,7 @@ def _end(shares: Shares, log: Log) -> None:
 def _watch(
     fleet: Fleet, nodes: LeasedNodes | None, progress: Progress, client: SyncPrefectClient, alerts: Alerts
 ) -> None:
-    """Look after nodes and shares until the run has ended in order."""
+    """Supervise nodes and shares until the run has ended in order."""
     while not fleet.over:
         time.sleep(_LOOK_S)
         if nodes is not None:
@@ -235,7 +238,7 @@ def _watch(
                 alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
-    deadline = time.monotonic() + _SEE_S  # the other nodes see for themselves that the run has ended
+    deadline = time.monotonic() + _SEE_S  # the other nodes notice the end by themselves
     while time.monotonic() < deadline and not fleet.ended:
         time.sleep(_LOOK_S)
         with seen_where_it_answers():
@@ -243,7 +246,7 @@ def _watch(
 
 
 def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) -> None:
-    """The head node's own; before it has any, what is waited for."""
+    """Show the head node's progress; before it has any, the shares that wait for a node."""
     if shown := newest_artifact(client, UUID(fleet.leading.id), PROGRESS):
         progress.show(float(str(shown.data)), shown.description or "")
         return
@@ -252,7 +255,7 @@ def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) 
 
 
 def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
-    """The head node's artifacts are this flow run's, too."""
+    """Copy the head node's artifacts to this flow run."""
     for key in (TRACKING, SUMMARY, RESULT):
         if found := told(f"the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
             its = found.model_dump(include={"key", "type", "data", "description"})
@@ -261,7 +264,7 @@ def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
 
 
 def _run_id(config: RunConfig) -> str:
-    """The same in every attempt of this flow run, which so goes on with its nodes."""
+    """The run's id: equal in every attempt of this flow run, so that a retry resumes with its nodes."""
     if not _NAME.fullmatch(config.label):
         raise ConfigError(
             f"name: with provision={config.provision.kind} must be up to 21 lowercase letters, digits, dots and "

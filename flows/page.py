@@ -1,7 +1,7 @@
-"""The page of a flow run, for as long as Prefect's server is there to show it.
+"""Report progress, artifacts and alerts to the flow run's page, as long as Prefect's server answers.
 
-A server that is down, stopped or busy costs the view and stops nothing. Progress is shown where the server answers at
-once. What has to be told in the end is told again until the server answers, for `PATIENCE_S`.
+If the server is down or busy, only the view suffers; the run continues. Progress updates are tried once. Final results
+are sent again until the server answers, for up to `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from areal_core.launch.process import die_with_parent
 from areal_core.types import Alert
 
-PATIENCE_S = 3600.0  # with a server that is away at the end of a run, whose processes have ended by then
-_QUICK_S = 5.0  # for a look at the progress
+PATIENCE_S = 3600.0  # patience with a server that is down at the end of a run; its processes have ended
+_QUICK_S = 5.0  # timeout of progress calls
 _AGAIN_S = 5.0
-_LOOK_S = 10.0  # between two looks whether the flow run is to be cancelled
-_UNHEARD_S = 20.0  # a worker that hears of it sends SIGTERM at once
+_LOOK_S = 10.0  # interval of checks for a cancellation
+_UNHEARD_S = 20.0  # a listening worker sends SIGTERM at once
 
 _Response = TypeVar("_Response")
 
 
 class CancelUnheard(Exception):  # noqa: N818 - an ending, not a failure
-    """The flow run is to be cancelled, and nobody does it."""
+    """The flow run is to be cancelled, but its worker does not act."""
 
 
 class Progress:
-    """The progress of the flow run that runs here. A context, with a connection of its own."""
+    """Progress of this flow run. Context manager with its own connection."""
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._key = key
         self._clock = clock
-        self._artifact: UUID | None = None  # none yet
+        self._artifact: UUID | None = None  # None: not created yet
         self._client = get_client(sync_client=True, httpx_settings={"timeout": _QUICK_S})
         self._looked = clock()
         self._cancelling_since: float | None = None
@@ -56,7 +56,7 @@ class Progress:
         self._client.__exit__(*failure)
 
     def show(self, percent: float, text: str) -> None:
-        """Show how far the run is, or not: there is a next time."""
+        """Try once to show the progress; `percent` is 0 to 100."""
         with seen_where_it_answers():
             if self._artifact is None:
                 made = ArtifactCreate(
@@ -67,14 +67,15 @@ class Progress:
                 self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
 
     def link(self, key: str, address: str, text: str) -> None:
-        """Show a link, or not."""
+        """Try once to show a link."""
         shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
         with seen_where_it_answers():
             self._client.create_artifact(shown)
 
     def cancelled_unheard(self) -> bool:
-        """Whether the flow run is to be cancelled and its worker, whose task that is, does nothing: after an outage of
-        the server, Prefect's worker does not listen for it any more."""
+        """Whether the flow run is in state Cancelling and its worker has not acted for 20 s.
+
+        After an outage of the server, Prefect's worker stops listening for cancellations."""
         now = self._clock()
         if now - self._looked < _LOOK_S:
             return False
@@ -89,21 +90,22 @@ class Progress:
 
 
 def tie_to_worker() -> None:
-    """Have this process asked to end once its worker is gone, without which nobody could cancel the flow run."""
+    """Have this process get SIGTERM if its worker dies, as nobody could cancel the flow run then."""
     if deployment.id is not None:
         die_with_parent(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def seen_where_it_answers() -> Iterator[None]:
-    """Around calls that are made once: what a server that is away has missed, it has missed."""
+    """Context manager for API calls without retry. Ignores HTTP errors."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
         yield
 
 
 def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
-    """The response to a call of Prefect's API, which is repeated while the server is away; None, and a line in the log
-    that says `what` was lost, when it refuses or stays away."""
+    """Return the response of an API call; repeat the call while the server is down.
+
+    If the server refuses or stays down, log that `what` was lost, and return None."""
     deadline = time.monotonic() + PATIENCE_S
     waiting = False
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
@@ -122,17 +124,16 @@ def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -
 
 
 class Alerts:
-    """The alerts of the run of this flow run, as events of Prefect's, each told once; automations act on them.
+    """Sends each new alert of the run as a Prefect event; automations act on the events.
 
-        areal.alert.KIND    something is wrong that was not before; KIND as in areal_core.controller.health
+        areal.alert.KIND    a new alert; KIND as in areal_core.controller.health
 
-    The resource is `areal.run.RUN_ID`; the flow run and its deployment are related to it, so that automations find
-    them. Prefect sends them in a thread of its own: a server that is away holds nothing up.
-    """
+    The event's resource is `areal.run.RUN_ID`. The flow run and its deployment are related resources, so that
+    automations find them. Prefect sends events in its own thread, so a server that is down blocks nothing."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._known: Set[str] = set()  # kinds
+        self._known: Set[str] = set()  # kinds of current alerts
 
     def show(self, alerts: Iterable[Alert]) -> None:
         now = {alert.kind: alert for alert in alerts}

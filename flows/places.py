@@ -1,4 +1,4 @@
-"""Where the files of this project and its state are, in a checkout and in an installed wheel."""
+"""Paths of this project's files and state, in a checkout or an installed wheel."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Prefect's server, as `prefect server start` with the arguments given; under Python 3.11 its garbage is collected
-beside its event loop.
+"""Run `prefect server start`; under Python 3.11, collect garbage in a separate thread.
 
-Its database is usually SQLite. A cursor that has found the database locked keeps its statement there, and is in a cycle
-with the error. When it is collected, the statement is reset, which waits for the mutex of its connection; and that is
-held for as long as another statement of the same connection waits for its turn to write, for up to 60 s. If it is the
-thread of the event loop that collects, it does not go on to commit what the turn is waited for: the whole server stands
-still for a minute, at times for two, and all workers with it. A thread that does nothing else may wait. Python 3.12
-does not keep the statement.
+Arguments are those of the command. Prefect's database is usually SQLite. A cursor that found the database locked keeps
+its statement, and forms a cycle with the error. Collecting the cursor resets the statement, which waits for the mutex
+of its connection. Another statement of that connection may hold the mutex for up to 60 s, while it waits for its turn
+to write. If the event loop's thread collects, it can't commit the transaction that the other statement waits for. Then
+the server and all workers hang for a minute or two. A separate thread may wait without harm. Python 3.12 does not keep
+the statement.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import threading
 import time
 
 _EVERY_S = 1.0
-_OLD_EVERY = 30  # so many of the above
+_OLD_EVERY = 30  # every 30th collection includes the oldest generation
 
 
 def collect_beside(every_s: float = _EVERY_S) -> None:
-    """From now on no thread of this process collects garbage but one of its own."""
+    """From now on, collect garbage only in a separate thread, every `every_s` seconds."""
     gc.disable()
     threading.Thread(target=_collect, args=(every_s,), name="garbage", daemon=True).start()
 
@@ -34,7 +33,7 @@ def _collect(every_s: float) -> None:
 
 
 def main() -> None:
-    """Until it is asked to stop."""
+    """Run the server until asked to stop."""
     from prefect.cli import app
 
     sys.argv[1:1] = ["server", "start"]

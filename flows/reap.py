@@ -1,4 +1,4 @@
-"""The flow `areal-reap`: ends nodes that nobody has any more, on its schedule (flows.provision.reaper)."""
+"""The flow `areal-reap`: destroy nodes without an owner, on a schedule (flows.provision.reaper)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from flows.provision.reaper import reaper_of
 from flows.shares import forget
 from flows.stack import STATE
 
-REAPED = "areal-reaped"  # key of an artifact
+REAPED = "areal-reaped"  # artifact key
 NOTHING_KNOWN = "nothing to reap: no cloud is known here"
 
 
 @flow(name="areal-reap")
 def areal_reap(store: str | None = None) -> State:
-    """End nodes whose lease has run out, and what is left of runs without a lease. What fails is tried again by the
-    next run.
+    """Destroy nodes whose lease is over, and resources of runs without a lease.
+
+    The next flow run retries failures.
 
     Args:
-        store: Where the leases are, as s3://bucket. Empty: the bucket that `make control` has made from this machine.
+        store: Store with the leases, as s3://bucket. Empty: the bucket that `make control` created from this machine.
     """
-    tie_to_worker()  # what is half done, the next run does
+    tie_to_worker()  # the next flow run completes unfinished work
     log = get_run_logger()
 
     def forget_run(run: str) -> None:

@@ -1,8 +1,8 @@
-"""The roles of a run on this machine, as tasks of the flow run that runs here: `areal`, or on a head node `areal-node`.
+"""Roles of a run on this machine, as tasks of the flow `areal`, or of `areal-node` on a head node.
 
     prepare -> [ generate | rollout | train | evaluate | track ] -> report
 
-The five run at once, each in a thread of its own that supervises the processes of one role until the run has ended.
+The five roles run concurrently. One thread per role supervises its processes until the run has ended.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from areal_core.types import RunSummary
 from flows.page import Alerts, CancelUnheard, Progress, told
 from flows.shared import RESULT, SUMMARY, TRACKING
 
-THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
+THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Any: Prefect's annotations reject this runner
 
-_ROLES = ("generate", "rollout", "train", "evaluate", "track")  # methods of `core.Run`, and names of tasks
-_INTERVAL_S = 2.0  # between two looks
-_END_S = 60.0  # for the roles of a run that was stopped
+_ROLES = ("generate", "rollout", "train", "evaluate", "track")  # methods of `core.Run`, and task names
+_INTERVAL_S = 2.0  # interval of progress updates
+_END_S = 60.0  # time for the roles of a stopped run to end
 
 
 def run_roles(
@@ -46,8 +46,10 @@ def run_roles(
     *,
     on_look: Callable[[core.Run], None] = lambda _: None,
 ) -> RunSummary:
-    """All roles of a prepared run, to its end; `on_look` is called with it every two seconds. Raises CancelUnheard, and
-    the run's first failure. A run that has ended before says what it said then."""
+    """Run all roles of a prepared run to its end, and return its summary.
+
+    `on_look` is called with the run every two seconds. A run that has ended before returns its stored summary. Raises
+    CancelUnheard, or the run's first failure."""
     if run_dir.summary.exists():
         return core.read_summary(run_dir)
     run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
@@ -63,12 +65,12 @@ def run_roles(
                 wait(roles, timeout=_END_S)
                 raise CancelUnheard
     finally:
-        run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
+        run.stop("the flow run has ended")  # no effect if the run has ended by itself
     return run.report()  # raises the failure, if there was one
 
 
 def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str | None = None) -> RunDir:
-    """`prepare` a run, and show what people see of it from then on."""
+    """Prepare a run, and show its MLflow page as a link."""
     progress.show(0.0, "preparing")
     run_dir = prepare(config, run_id, flow_run_id)
     if page := tracking_page(run_dir.info()):
@@ -78,8 +80,9 @@ def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str 
 
 @task(cache_policy=NO_CACHE)
 def prepare(config: RunConfig, run_id: str, flow_run_id: str | None = None) -> RunDir:
-    """Check all that the run needs from outside, make the base model, open the tracking run, write the run's folder.
-    `flow_run_id` is the flow run that people know the run by; this one, unless it is said."""
+    """Check all requirements, make the base model, open the tracking run, and write the run's folder.
+
+    `flow_run_id` is the flow run that users know the run by; None means this flow run."""
     known_by = flow_run_id or flow_run.id
     page = url_for("flow-run", obj_id=known_by)
     return core.prepare(config, run_id=run_id, flow_run_id=known_by, flow_run_page=page, log=get_run_logger().info)
@@ -87,7 +90,7 @@ def prepare(config: RunConfig, run_id: str, flow_run_id: str | None = None) -> R
 
 @task(cache_policy=NO_CACHE)
 def supervise(run: core.Run, role: str) -> State | None:
-    """Run a role to its end; a failure of the run becomes a Failed task, without a stack that would explain nothing."""
+    """Run a role to its end. An ArealError becomes a Failed task without a stack trace."""
     try:
         getattr(run, role)()
     except ArealError as error:
@@ -97,8 +100,8 @@ def supervise(run: core.Run, role: str) -> State | None:
 
 @task(cache_policy=NO_CACHE)
 def report(summary: RunSummary, run_dir: RunDir) -> None:
-    """The result of the run, as artifacts of the flow run: a table, and a page with links. The run's folder has it in
-    any case."""
+    """Show the result as artifacts of the flow run: a table, and a page with links.
+    The run's folder has it too."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
     page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
     told(f"the result in {run_dir.summary}", lambda: create_table_artifact(rows, key=RESULT, description=title), log)
@@ -106,7 +109,7 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
 
 
 def _untracked(run_dir: RunDir) -> str | None:
-    """The items that MLflow has not got, and the command that sends them; None when it has all."""
+    """Number of items not yet sent to MLflow, and the command that sends them; None if all are sent."""
     info = run_dir.info()
     if info.tracking_uri is None:
         return None
@@ -120,7 +123,7 @@ def _untracked(run_dir: RunDir) -> str | None:
 
 
 def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None) -> list[dict[str, str]]:
-    """Name and value of everything worth knowing at the end; `untracked` is what MLflow has missed."""
+    """Names and values of the run's result. `untracked` names the items that MLflow lacks."""
     rows = {
         "mode": summary.mode,
         "seed": str(summary.seed),
@@ -152,13 +155,13 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
 
 
 def result_markdown(run_id: str, rows: list[dict[str, str]]) -> str:
-    """The page of a finished run, with the ways to what it left."""
+    """Page of a finished run, with links to its model, checkpoints and tracking."""
     lines = "\n".join(f"| {row['what']} | {row['value']} |" for row in rows)
     return f"# {run_id}\n\n| | |\n|---|---|\n{lines}\n"
 
 
 def tracking_page(info: RunInfo) -> str | None:
-    """The address of the run's page in MLflow; None without a server to show it."""
+    """Address of the run's page in MLflow; None without an MLflow server."""
     if info.tracking_uri is None or info.tracking_experiment_id is None or info.tracking_run_id is None:
         return None
     return run_page(info.tracking_uri, info.tracking_experiment_id, info.tracking_run_id)

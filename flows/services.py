@@ -1,7 +1,7 @@
-"""Processes that are started together, watched together and ended in order.
+"""Supervise a set of processes: start, watch, restart, and end them in order.
 
-Everything that they start in turn carries a mark in its environment, however deep and in whatever session, by which
-`areal_core.launch.sweeper` finds it: nothing outlives them, whoever is killed.
+Each process and all its descendants, in any session, carry a mark in their environment. The sweeper
+(`areal_core.launch.sweeper`) finds them by the mark. So no process outlives the supervisor, even if it is killed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from areal_core.launch import children
 from areal_core.launch.logs import LogFile
 from areal_core.launch.sweeper import end_marked, poll
 
-MARK = "AREAL_STACK"  # in the environment of everything that is started, however deep
+MARK = "AREAL_STACK"  # environment variable of all descendants
 GRACE_S = 10.0
-ORPHAN_GRACE_S = 20.0  # of a process whose supervisor was killed
+ORPHAN_GRACE_S = 20.0  # grace of a process whose supervisor was killed
 _START_TIMEOUT_S = 120.0
-_PROBE_INTERVAL_S = 0.1  # a foreign server does not say when it is ready: it is polled
-_LOOK_INTERVAL_S = 10.0  # at the logs, for their rotation
+_PROBE_INTERVAL_S = 0.1  # third-party servers don't announce that they are ready
+_LOOK_INTERVAL_S = 10.0  # interval of log rotation
 
 
 @dataclass(frozen=True)
 class _Service:
     process: children.Child
     grace_s: float
-    sessions: bool  # what it starts has sessions of its own
-    needed: bool  # all ends with it
-    again: Callable[[], None] | None  # starts it once more; None: not any more
+    sessions: bool  # its descendants use other sessions
+    needed: bool  # all services end with it
+    again: Callable[[], None] | None  # restarts the service; None: no restarts left
 
     def obituary(self) -> str:
         name, log = self.process.name, self.process.log
@@ -48,14 +48,13 @@ def log_file(folder: Path, name: str) -> LogFile:
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
-    """This process was sent a signal to end."""
+    """This process has received a signal to end."""
 
 
 class Services:
-    """Supervisor of processes that also watches for the request to stop (SIGTERM, SIGINT, SIGHUP).
+    """Supervisor of processes that also waits for a stop request (SIGTERM, SIGINT, SIGHUP).
 
-    MARK must be set in this process's environment. The end of the block ends them all, last started first.
-    """
+    MARK must be set in this process's environment. On exit of the context all processes end, last started first."""
 
     def __init__(self, *, cwd: Path, logs: Path) -> None:
         self._cwd, self._logs = cwd, logs
@@ -76,8 +75,8 @@ class Services:
         return kind is _StopAsked
 
     def _end(self, service: _Service) -> None:
-        """End a service with all that it has started. What one that was killed has left in sessions of its own is given
-        the time to end in order."""
+        """End a service with its descendants.
+        Leftovers of a killed service in other sessions get time to end in order."""
         self._services.remove(service)
         ending = service.process
         ending.send(signal.SIGTERM)
@@ -98,19 +97,21 @@ class Services:
         sessions: bool = False,
         restarts: int = 0,
     ) -> None:
-        """`restarts`: how often it is started again. After that all ends with one that is `needed`."""
+        """Start a service.
+        It is restarted up to `restarts` times; if a `needed` service then ends, all services end."""
         options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = log_file(self._logs, name)
-        # Foreign programs don't call `process.adopt`. Safe here: no thread of this process holds a lock. A service that
-        # is not needed (MLflow) takes the last words of runs first; the sweeper ends it.
+        # Third-party programs don't call `process.adopt`. `foreign` is safe: no thread of this process holds a lock.
+        # An optional service (MLflow) first receives the last metrics of runs; then the sweeper ends it.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=needed
         )
         self._services.append(_Service(started, grace_s, sessions, needed, again))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
-        """Raises ProcessError naming what was not ready in time or ended before."""
+        """Wait until all probes succeed.
+        Raises ProcessError, naming a service that has ended or is not ready in time."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         missing = dict(probes)
         while missing:
@@ -123,7 +124,8 @@ class Services:
                 )
 
     def watch(self) -> Iterator[str]:
-        """Until asked to stop: how services ended. Raises ProcessError once a needed one ends for good."""
+        """Watch until asked to stop; yield one line per ended service.
+        Raises ProcessError once a needed service ends without restarts left."""
         while True:
             for service in self._ended(_LOOK_INTERVAL_S):
                 obituary = service.obituary()
@@ -135,14 +137,15 @@ class Services:
                     yield f"{obituary}; runs go on without it, what they would send waits"
                     continue
                 service.again()
-                self._services.insert(place, self._services.pop())  # its turn at the end stays the same
+                self._services.insert(place, self._services.pop())  # keeps its place in the order of the end
                 yield f"{obituary}; it is started again, runs go on meanwhile"
             for service in self._services:
-                service.process.log.new_lines()  # a look rotates it
+                service.process.log.new_lines()  # reading rotates the log
             children.sweeper.check()
 
     def _ended(self, timeout_s: float | None) -> list[_Service]:
-        """The services that have ended by themselves; waits up to `timeout_s` for one, or for the request to stop."""
+        """Services that have ended.
+        Waits up to `timeout_s` for one, or for the stop request, which raises _StopAsked."""
         ended = poll([self._asked, *(service.process.pidfd for service in self._services)], timeout_s)
         if self._asked in ended:
             raise _StopAsked

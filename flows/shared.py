@@ -1,4 +1,4 @@
-"""What the flows and the commands that watch them have in common."""
+"""Artifact keys, parameter types and run titles shared by flows and commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_core.errors import (
 )
 from flows.compose import experiments
 
-PROGRESS = "areal-progress"  # keys of artifacts
+PROGRESS = "areal-progress"  # artifact keys
 RESULT = "areal-result"
 SUMMARY = "areal-summary"
 PLAN = "areal-plan"
@@ -26,7 +26,7 @@ COST = "areal-cost"
 PLACES = "areal-places"
 TRACKING = "areal-tracking"
 
-HOPELESS = (  # the same again would end the same
+HOPELESS = (  # permanent errors: a retry would fail too
     ConfigError,
     DivergenceError,
     ModelError,
@@ -35,7 +35,7 @@ HOPELESS = (  # the same again would end the same
     UserCodeError,
 )
 
-# Parameters, as Prefect's form shows and bounds them.
+# Parameter types; Prefect's form shows their choices and bounds.
 Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]
 Mode = Literal["async", "sync"]
 Provision = Literal["local", "static", "aws"]
@@ -48,7 +48,7 @@ _TITLE_LENGTH = 200  # characters
 
 
 def run_title(parameters: Mapping[str, Any]) -> str:
-    """What a flow run is called: its experiment or model, then all that was chosen besides."""
+    """Title of a flow run: its experiment or model, then all other given parameters."""
     given = {name: value for name, value in parameters.items() if value not in (None, [], {})}
     overrides = given.pop("overrides", [])
     subject = given.pop("experiment", None) or PurePath(given.pop("model", "")).name

@@ -1,10 +1,9 @@
-"""Shares of a run, as flow runs of `areal-node/node` that nodes take from the queues of their roles.
+"""Shares of a run: Prefect flow runs of `areal-node/node`, which nodes take from their role's queue.
 
-Where a run's head node is, and the run's token, which its other nodes need to join, is in a secret block of Prefect's:
-the head node writes it, and the flow that ends the nodes deletes it.
+A secret block of Prefect holds the head node's address and the run's token, which other nodes need to join. The head
+node writes the block, and the flow that destroys the nodes deletes it.
 
-A node says by a tag of its flow run where it is (`node:ID`), and by the name of the final state what has become of its
-share.
+A node tags its flow run with its id (`node:ID`). The name of the final state tells the result of the share.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from flows.provision.nodes import Host
 from flows.provision.request import ROLES, by_role, queue
 
 DEPLOYMENT = "areal-node/node"
-REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
-NODE = "node:"  # and its id
-FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why
-_TRIES = 8  # of a request that a busy server refuses: some minutes
-_BLOCK = "secret"  # type of the block
-STATIC = "static"  # the run of hosts that are given
+REAPER = "areal-reap/reap"  # deployment that destroys nodes without an owner
+NODE = "node:"  # tag prefix, before the node's id
+FINISH = "finish:"  # tag prefix, before the reason: the provisioning flow asks the run to end in order
+_TRIES = 8  # tries of a request that a busy server refuses: some minutes
+_BLOCK = "secret"  # block type
+STATIC = "static"  # stands for the run id in names of given hosts
 RECLAIMED, BAD_NODE, REFUSED = "Reclaimed", "BadNode", "Refused"  # names of final states
 
 _BY_NAME = {RECLAIMED: Stage.RECLAIMED, BAD_NODE: Stage.BAD_NODE, REFUSED: Stage.REFUSED}
@@ -60,18 +59,19 @@ _UNFINISHED = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateT
 
 @dataclass(frozen=True)
 class Whereabouts:
-    url: str  # of the head node's data server
+    url: str  # address of the head node's data server
     token: str
 
 
 class Shares:
-    """The shares of one run, given out through Prefect: a `flows.fleet.Work`."""
+    """The shares of one run, given out through Prefect. Implements `flows.fleet.Work`."""
 
     def __init__(
         self, client: SyncPrefectClient, config: RunConfig, run_id: str, parameters: Mapping[str, Any]
     ) -> None:
-        """`parameters` are what every share of the run has in common. Raises ProvisionError where the deployment or the
-        work pool is not there."""
+        """Create the work queues.
+        `parameters` are common to all shares of the run. Raises ProvisionError if the deployment or the work pool does
+        not exist."""
         self._client, self._config, self._run, self._parameters = client, config, run_id, parameters
         self._pool = config.provision.work_pool
         try:
@@ -84,7 +84,7 @@ class Shares:
                     client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
                 raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
-        left = _unfinished(client, run_id)  # those of a flow that was killed go on
+        left = _unfinished(client, run_id)  # adopts the shares of a killed flow
         self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
     def give(self, role: str, index: int) -> str:
@@ -113,7 +113,7 @@ class Shares:
         return {node: silent for role in by_role(self._config) for node, silent in self._workers(role)}
 
     def hosts(self, role: str) -> list[Host]:
-        """Hosts that are there and serve the queue of a role. They have no names but what they have of each other."""
+        """Hosts that serve a role's queue. Their names are numbered in the order of their ids."""
         near = [node for node, silent in self._workers(role) if silent < self._config.provision.lost_s]
         return [
             Host(name=f"{role}-{index}", role=role, address="", id=node, type="", spot=False)
@@ -121,7 +121,7 @@ class Shares:
         ]
 
     def _workers(self, role: str) -> Iterator[tuple[str, float]]:
-        """The node of each worker of a role, and for how many seconds it has been silent."""
+        """Node id of each worker of a role, and seconds since its last heartbeat."""
         now, own = datetime.now(UTC), STATIC if self._config.provision.kind == "static" else self._run
         for worker in self._client.read_workers_for_work_pool(self._pool):
             if worker.name.startswith(f"{own}-{role}-") and worker.last_heartbeat_time is not None:
@@ -129,7 +129,7 @@ class Shares:
                 yield worker.name.removeprefix(f"{own}-{role}-"), max(0.0, silent)
 
     def stop(self) -> bool:
-        """Have all shares end that have not; whether there are none any more."""
+        """Cancel all unfinished shares. Return whether none is left."""
         unfinished = _unfinished(self._client, self._run)
         for run in unfinished:
             waits = run.state is None or run.state.type in (StateType.SCHEDULED, StateType.PENDING)
@@ -139,14 +139,15 @@ class Shares:
         return not unfinished
 
     def close(self) -> None:
-        """Nothing is given out any more."""
+        """Give out no more shares: delete the run's queues and its secret block."""
         forget(self._client, self._run, self._pool)
 
 
 def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
-    """Remove what Prefect has of a run whose nodes are ended, for the holder of its lease: shares that have not ended,
-    the queues of its own, and where its head node was. Queues have ids, but a later flow takes over those that are
-    there: should a call come late, Prefect makes the queue anew with the next share."""
+    """Delete Prefect's records of a run without nodes: unfinished shares, queues, and its secret block.
+
+    The caller holds the run's lease. Queues have ids, but a later flow reuses existing queues. If a late call deletes a
+    queue in use, Prefect recreates it with the next share."""
     for run in _unfinished(client, run_id):
         client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
     for role in ROLES:
@@ -158,13 +159,14 @@ def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
 
 
 def publish(run_id: str, where: Whereabouts) -> None:
-    """In the place of what was said before."""
-    block: Any = Secret  # of which Prefect knows no kinds: Secret[str] would be another type of block
+    """Write the head node's whereabouts to the secret block, over any earlier ones."""
+    block: Any = Secret  # Any: Secret[str] would be another block type for Prefect
     block(value=json.dumps(asdict(where))).save(_block(run_id), overwrite=True)
 
 
 def whereabouts(run_id: str) -> Whereabouts | None:
-    """None while no head node is up. Raises httpx.HTTPError while Prefect's server is away."""
+    """The head node's whereabouts; None if no head node is up.
+    Raises httpx.HTTPError if Prefect's server is down."""
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=True)
         return Whereabouts(**json.loads(document.data["value"]))
@@ -172,12 +174,12 @@ def whereabouts(run_id: str) -> Whereabouts | None:
 
 
 def _block(run_id: str) -> str:
-    """Prefect's names are of small letters, digits and dashes."""
+    """Name of the run's secret block. Prefect allows lowercase letters, digits and dashes."""
     return f"areal-run-{re.sub('[^a-z0-9]+', '-', run_id.lower())}"
 
 
 def tags_of(client: SyncPrefectClient, flow_run_id: str) -> list[str]:
-    """By which the flow of a run and those of its nodes tell each other what is to be known."""
+    """Tags of a flow run. A run's flow and its nodes exchange messages by tags."""
     return client.read_flow_run(UUID(flow_run_id)).tags
 
 

@@ -1,12 +1,11 @@
-"""The local servers behind the pages: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
+"""The local servers: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
 
-One supervisor process (`python -m flows.stack`) starts all three at once, in sessions of their own, and ends them
-in order. `areal up` leaves it behind as a daemon; under `areal train` and `areal compare` it ends with that command. It
-keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
-`.areal/stack.json` says where the servers listen. Prefect's server and MLflow are started again a few times; runs go on
-meanwhile. With the worker the stack ends. The environment wins: a
-server that PREFECT_API_URL (or an explicit Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
-AREAL_STATE_DIR is the folder to use in place of `.areal`.
+A supervisor process (`python -m flows.stack`) starts all three at once, in their own sessions, and ends them in order.
+`areal up` leaves it running as a daemon. Under `areal train`, `compare` and `evaluate` it ends with the command. The
+supervisor holds the lock `.areal/stack.lock` while it lives, so a checkout has one stack and a stale pid is harmless.
+`.areal/stack.json` holds the servers' addresses. Prefect's server and MLflow are restarted a few times, while runs
+continue. If the worker ends, the stack ends. A server that the environment names is used and not started:
+PREFECT_API_URL, an explicit Prefect profile, or MLFLOW_TRACKING_URI. AREAL_STATE_DIR replaces `.areal`.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
-Tied = Literal["train", "compare", "evaluate"]  # commands that a stack ends with
+Tied = Literal["train", "compare", "evaluate"]  # commands whose stack ends with them
 Owner = Literal["up", Tied]
 
-SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
-_LOOK_S = 0.5  # for which a check whether a stack runs may hold its lock
-_claims: list[socket.socket] = []  # of ports, for as long as this process lives
+SOLE = "sole"  # argument for the worker: no other worker serves this Prefect server
+_LOOK_S = 0.5  # a check for a running stack may hold the lock this long
+_claims: list[socket.socket] = []  # claims of ports, for the life of this process
 _RESTARTS = 3
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A stack that runs."""
+    """A running stack."""
 
     owner: Owner
-    pid: int  # of the supervisor
-    prefect_api: str | None  # None: what an explicit Prefect profile says
+    pid: int  # pid of the supervisor
+    prefect_api: str | None  # None: an explicit Prefect profile names it
     mlflow_uri: str
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to work with this stack, on top of its own environment."""
+        """Environment variables for processes that use this stack."""
         return prefect_environment(self.prefect_api) | {"MLFLOW_TRACKING_URI": self.mlflow_uri}
 
     @property
@@ -70,12 +69,12 @@ class Stack:
 
 
 def prefect_environment(api_url: str | None) -> dict[str, str]:
-    """Settings for every process that imports Prefect; what the environment already says is kept."""
+    """Settings for every process that imports Prefect. Existing environment variables win."""
     settings = {
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",  # none is used; saves a second of start
-        "PREFECT_WORKER_QUERY_SECONDS": "5",  # oftener, and the server's SQLite is locked when others write
+        "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",  # no block is used; saves a second at the start
+        "PREFECT_WORKER_QUERY_SECONDS": "5",  # shorter intervals lock the server's SQLite too often
         "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     }
     if "PREFECT_PROFILE" not in os.environ:
@@ -86,22 +85,22 @@ def prefect_environment(api_url: str | None) -> dict[str, str]:
 
 
 def running() -> Stack | None:
-    """The stack of this checkout, if one is up."""
+    """The running stack of this checkout; None if there is none."""
     told = STATE / "stack.json"
     return Stack(**json.loads(told.read_text())) if FileLock.is_held(STATE / "stack.lock") and told.exists() else None
 
 
 class Launch:
-    """A supervisor that is starting or running, seen from the command that started it."""
+    """The supervisor, seen from the command that started it."""
 
     def __init__(self, owner: Owner) -> None:
-        """Start it; returns at once."""
+        """Start the supervisor; return at once."""
         LOGS.mkdir(parents=True, exist_ok=True)
         reports, report = os.pipe()
-        self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
+        self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - open while the supervisor lives
         self._mark = secrets.token_hex(8)
-        # In a session of its own: Ctrl-C in the terminal is for the command, which ends things in order. The one of
-        # `areal up` outlives it.
+        # In its own session, Ctrl-C reaches only the command, which ends the stack in order. The stack of `areal up`
+        # outlives the command.
         self._process = children.start(
             "stack",
             [sys.executable, "-m", "flows.stack", owner, str(report)],
@@ -115,7 +114,7 @@ class Launch:
         os.close(report)
 
     def wait_ready(self) -> Stack:
-        """Raises ConfigError or ProcessError, one line, if the stack can't be started."""
+        """Wait until the stack is up. Raises ConfigError or ProcessError, one line, if it can't be started."""
         report = json.loads(self._reports.readline() or '{"error": "the stack ended without a report"}')
         if "error" in report:
             self._process.status()
@@ -124,12 +123,11 @@ class Launch:
         return Stack(**report)
 
     def news(self, timeout_s: float = 0.0) -> list[str]:
-        """What the user should know and was not told before, a line each; waits up to `timeout_s` for it.
+        """New messages for the user, one line each. Waits up to `timeout_s` seconds for the first.
 
-        Raises ProcessError, one line that names what died, once the stack has ended by itself.
-        """
+        Raises ProcessError, naming the dead process, once the stack has ended by itself."""
         select.select([self._reports], [], [], timeout_s)
-        said = self._reports.read()  # None: nothing
+        said = self._reports.read()  # None: no news
         if said == b"":
             raise ProcessError(f"the supervisor of the servers is gone; its log is {LOGS / 'stack.log'}")
         messages = [json.loads(line) for line in (said or b"").splitlines()]
@@ -139,15 +137,16 @@ class Launch:
         return [message["news"] for message in messages]
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End everything that it started, in order or `at_once`, and wait until that is done."""
+        """End all processes of the stack, in order or `at_once` (SIGKILL), and wait for their end."""
         self._process.send(signal.SIGKILL if at_once else signal.SIGTERM)
         self._process.status()
-        end_marked(f"{MARK}={self._mark}", 0.0 if at_once else ORPHAN_GRACE_S + GRACE_S)  # in order, it leaves none
+        end_marked(f"{MARK}={self._mark}", 0.0 if at_once else ORPHAN_GRACE_S + GRACE_S)  # an orderly end leaves none
         self._process.reap()
 
 
 def stop(stack: Stack) -> None:
-    """End a stack that another command started, and wait until it is gone."""
+    """End a stack that another command started, and wait for its end.
+    Raises ProcessError if it does not end."""
     try:
         supervisor = os.pidfd_open(stack.pid)
     except ProcessLookupError:
@@ -162,14 +161,13 @@ def stop(stack: Stack) -> None:
 
 
 def serve(owner: Owner, report: int) -> int:
-    """Body of the supervisor: start, report, watch until asked to end, end everything. Returns the exit code.
+    """Supervise: start the servers, report, watch until asked to end, and end them; return the exit code.
 
-    A line of JSON each goes to the descriptor `report`: the stack or an error; unless under `areal up` also
-    what happens after that.
-    """
+    Writes one line of JSON per report to the descriptor `report`: first the stack or an error, then later events. The
+    command `areal up` reads the first line only."""
 
     def say(message: Mapping[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the reader is gone, or needed the first line only
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone, or needs only the first line
             os.write(report, json.dumps(message).encode() + b"\n")
 
     def fail(error: ArealError) -> int:
@@ -189,14 +187,14 @@ def serve(owner: Owner, report: int) -> int:
                     print(line, file=sys.stderr, flush=True)
                     say({"news": line})
             except ArealError as error:
-                return fail(error)  # said before everything is ended, which may take a while
+                return fail(error)  # reported before the servers end, which may take a while
     except ProcessError as error:
         return fail(error)
     return 0
 
 
 def _start(services: Services, owner: Owner) -> Stack:
-    """Start what the environment doesn't name, all at once, and wait until all of it responds."""
+    """Start all servers that the environment doesn't name, and wait until they respond."""
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
     refuse_credentials("PREFECT_API_URL", prefect_api, "PREFECT_API_AUTH_STRING is for them")
     refuse_credentials("MLFLOW_TRACKING_URI", mlflow_uri, MLFLOW_CREDENTIALS)
@@ -206,7 +204,7 @@ def _start(services: Services, owner: Owner) -> Stack:
         port = _port("PREFECT_PORT", 4200)
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
-        # By default any site that is open in a browser on this machine may have the worker run its commands.
+        # Prefect's default lets any website open in a local browser make the worker run commands.
         pages = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
         settings = prefect_environment(prefect_api) | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
         services.start("prefect-server", argv, settings, restarts=_RESTARTS)
@@ -231,19 +229,20 @@ def _mlflow_argv(port: int) -> list[str]:
     folder = STATE / "mlflow"
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    # Not through the server: so `python -m areal_core`, which opens the same database, can write artifacts as well.
+    # Without the server as proxy, `python -m areal_core`, which opens the same database, can write artifacts too.
     artifacts = ["--no-serve-artifacts", "--default-artifact-root", f"file://{folder}/artifacts"]
     return [*argv, "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *artifacts]
 
 
 def _lock() -> FileLock:
-    """The lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
+    """Lock of this checkout's stack. The kernel releases it when this process ends for any reason."""
     busy = f"servers already run in {STATE.parent}; `areal down` stops those of `areal up`"
     return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
 def _port(variable: str, default: int) -> int:
-    """The port asked for by `variable`, else the default, else a free one."""
+    """The port in the environment variable, else the default if free, else any free port.
+    Raises ConfigError."""
     asked = os.environ.get(variable)
     if asked is not None:
         if not asked.isdigit() or not 0 < int(asked) < 65536:
@@ -255,8 +254,9 @@ def _port(variable: str, default: int) -> int:
 
 
 def _claimed(port: int) -> bool:
-    """Whether a free port is this stack's from now on. A server takes seconds to bind its own: until then a name that
-    the kernel keeps for this process tells other stacks of this machine."""
+    """Claim a port for this stack; False if it is in use or claimed.
+
+    A server binds its port only after seconds. Until then an abstract socket name shows the claim to other stacks."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0areal-stack-{port}")
@@ -284,7 +284,7 @@ def _any_port() -> int:
 
 
 def responds(url: str) -> bool:
-    """Whether a server is there and healthy."""
+    """Whether the server at `url` responds with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200
@@ -292,6 +292,6 @@ def responds(url: str) -> bool:
         return False
 
 
-if __name__ == "__main__":  # by `Launch`
+if __name__ == "__main__":  # started by `Launch`
     its_owner: Any = sys.argv[1]
     sys.exit(serve(its_owner, int(sys.argv[2])))

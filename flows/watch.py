@@ -1,8 +1,8 @@
-"""What `areal train` and `areal compare` have in common: the servers, and one flow run watched to its end.
+"""Body of `areal train`, `compare` and `evaluate`: start servers, watch one flow run to its end.
 
-Servers that are up already are used; what the command starts ends with it. Exit code 0 only if the flow run Completed,
-2 for a wrong setting, 1 for a failed run, 130 after Ctrl-C, which cancels the flow run: its trainer ends the step and
-writes a checkpoint. A second Ctrl-C kills what the command started; servers of `areal up` go on cancelling it.
+Running servers are reused; servers that the command starts end with it. Exit code: 0 if the flow run Completed, 1 for a
+failed run, 2 for a wrong setting, 130 after Ctrl-C. Ctrl-C cancels the flow run: its trainer completes the step and
+writes a checkpoint. A second Ctrl-C kills the command's own servers; servers of `areal up` continue the cancellation.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact, FlowRun
 
-_LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
+_LOOK_INTERVAL_S = 1.0  # Prefect's API has to be polled
 _CANCEL_TIMEOUT_S = 60.0
 _SILENT = "Prefect's server does not respond. The run continues; progress returns when the server does."
-_NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
+_NEWS_TIMEOUT_S = 2.0  # the supervisor notices a dead server at once
 
 _Response = TypeVar("_Response")
-News = Callable[[], list[str]]  # what the user was not told yet; raises ProcessError when the servers have ended
+News = Callable[[], list[str]]  # returns new messages for the user; raises ProcessError once the servers have ended
 
 
 def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dict[str, Any]]) -> int:
     """Body of the command `areal OWNER`: one flow run of `deployment`. Returns the exit code.
 
-    `parameters` are the flow's; the call raises ConfigError for what is wrong with them, before anything starts.
-    """
+    `parameters` returns the flow's parameters. It raises ConfigError for wrong settings before any server starts."""
     console = Console(highlight=False)
-    for signum in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts in the background deaf to SIGINT
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
         signal.signal(signum, _interrupt)
     launch, at_once = None, False
     try:
@@ -62,13 +61,13 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             launch = stack.Launch(owner)
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a server on this machine is there or gone
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a local server is either up or down
         try:
             return _run(deployment, chosen, up, console, launch.news if launch else list)
         except httpx.HTTPError as error:
             if launch is not None:
-                launch.news(_NEWS_TIMEOUT_S)  # raises with the reason, if it has one
-            api = os.environ.get("PREFECT_API_URL")  # the user's, or the stack's
+                launch.news(_NEWS_TIMEOUT_S)  # raises ProcessError with the reason, if known
+            api = os.environ.get("PREFECT_API_URL")  # set by the user or by the stack
             raise ProcessError(f"PREFECT_API_URL: no Prefect server at {api}: {error}; start or unset it") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
@@ -82,13 +81,13 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
 
 
 def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: Console, news: News) -> int:
-    """Start the flow run, show its progress, then its result."""
+    """Start the flow run, show its progress, then its result. Returns the exit code."""
     from prefect import get_client
     from prefect.utilities.urls import url_for
 
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment_by_name(deployment)
-        # However often it is called, it makes one flow run, and returns that one.
+        # Idempotent: every call returns the same flow run.
         create = partial(
             client.create_flow_run_from_deployment,
             deployed.id,
@@ -106,11 +105,11 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
         except KeyboardInterrupt:
             again = "leave it to the servers" if up.owner == "up" else "kill everything at once"
             console.print(f"Cancelling the flow run, with a checkpoint. Press Ctrl-C again to {again}.", soft_wrap=True)
-            _cancel(client, create().id, console)  # it may have come between the server's run and its response
+            _cancel(client, create().id, console)  # Ctrl-C may have come after the creation and before its response
             raise
         state = flow_run.state
         assert state is not None
-        if result := newest_artifact(client, flow_run.id, RESULT):  # a comparison that has failed has one too
+        if result := newest_artifact(client, flow_run.id, RESULT):  # a failed comparison has a result too
             console.print(_table(result))
         if places := newest_artifact(client, flow_run.id, PLACES):
             for place in _rows(places):
@@ -125,13 +124,13 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
 
 
 def _python_path() -> str:
-    """Where this command finds modules, for the flow run: a worker that was started elsewhere knows nothing of it."""
+    """This command's module search path, for the flow run: a worker started elsewhere has another path."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # the working directory first
+    return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # working directory first
 
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
-    """Show the progress artifact until the flow run has ended; on a terminal as a bar, elsewhere as lines."""
+    """Show the progress artifact until the flow run ends: as a bar on a terminal, elsewhere as lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
@@ -151,7 +150,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
             done = float(str(artifact.data)) if artifact else 0.0
             text = _safe(artifact.description if artifact and artifact.description else str(flow_run.state.name))
             bar.update(shown, description=text, completed=done)
-            what = re.split(" · |  ", text, maxsplit=1)[0]  # without the figures that change all the time
+            what = re.split(" · |  ", text, maxsplit=1)[0]  # without figures, which change all the time
             if not console.is_terminal and said != (said := (done, what)):
                 console.print(text, soft_wrap=True)
             if flow_run.state.is_final():
@@ -160,7 +159,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
 
 
 def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> None:
-    """Cancel the flow run and wait for its end: its processes end before the servers that record it."""
+    """Cancel the flow run and wait for its end: its processes must end before the servers do."""
     from prefect.states import Cancelling
 
     client.set_flow_run_state(flow_run_id, Cancelling())
@@ -175,7 +174,7 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
 
 def _asked(look: Callable[[], _Response]) -> _Response | None:
-    """The response; None where the server responds with an error, late or not at all: it is busy, or starts again."""
+    """Response of the server; None if it is down, late or responds with an error."""
     try:
         return look()
     except httpx.HTTPError:
@@ -183,7 +182,7 @@ def _asked(look: Callable[[], _Response]) -> _Response | None:
 
 
 def newest_artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:
-    """The artifact of a flow run with this key: a retry makes another."""
+    """Newest artifact of a flow run with this key: every retry creates another one."""
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
     from prefect.client.schemas.sorting import ArtifactSort
 
@@ -193,7 +192,7 @@ def newest_artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> A
 
 
 def _table(artifact: Artifact) -> Table:
-    """A table artifact; one of names and values needs no header."""
+    """Show a table artifact. A table of names and values has no header."""
     rows = _rows(artifact)
     columns = list(rows[0])
     table = Table(
@@ -211,7 +210,7 @@ def _rows(artifact: Artifact) -> list[dict[str, str]]:
 
 
 def _safe(text: str) -> str:
-    """Text of unknown origin for a console: without control characters or markup of its own."""
+    """Text of unknown origin, escaped for the console: no control characters, no markup."""
     return escape(printable_lines(text))
 
 

@@ -1,6 +1,9 @@
-"""The process workers of this machine: they make their pools, the deployments and schedules of prefect.yaml and the
-automations known to the API, then run what is scheduled. In the pool `areal-local` one run at a time, because it uses
-the whole machine; in `areal-cloud` many, which only look after nodes elsewhere."""
+"""The Prefect process workers of this machine.
+
+They create the work pools, deployments, schedules and automations, then run scheduled flow runs. The pool `areal-local`
+runs one flow run at a time, because a run uses the whole machine. The pool `areal-cloud` runs many, because its flow
+runs only supervise nodes elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -43,37 +46,42 @@ AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 PREFECT_FILE = FILES / "prefect.yaml"
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
-NODES_POOL = "areal-nodes"  # nodes have workers of their own
-_LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
+NODES_POOL = "areal-nodes"  # served by the workers of the nodes
+_LIMITS = {POOL: 1, CLOUD_POOL: 16}  # concurrent flow runs on this machine
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-_API_TIMEOUT_S, _NAMED_TIMEOUT_S = 90.0, 5.0  # with a server that is just being started; with one that is said to run
+_API_TIMEOUT_S, _NAMED_TIMEOUT_S = (
+    90.0,
+    5.0,
+)  # patience with a server that is starting, and with a server that the user names
 _PROBE_INTERVAL_S = 0.1
 
 
 class Worker(ProcessWorker):
-    """One that outlives a retry that comes at once: Prefect's own fails when it is given a flow run whose earlier
-    process it still counts, and would end all others with it."""
+    """Process worker that survives an immediate retry of a flow run.
+
+    Prefect's own worker fails if it gets a flow run whose previous process it still counts, and then ends all others
+    too."""
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Not in the place of Prefect's own, whose type it has."""
+        """A key of its own: Prefect's worker of the same type stays registered."""
         return "areal"
 
     async def _submit_scheduled_flow_runs(self, flow_run_response: list[WorkerFlowRunResponse]) -> list[FlowRun]:
         counted = self._limiter.statistics().borrowers if self._limiter else ()
         free = [response for response in flow_run_response if response.flow_run.id not in counted]
-        return await super()._submit_scheduled_flow_runs(free)  # the others come again with the next look
+        return await super()._submit_scheduled_flow_runs(free)  # the next poll returns the others again
 
     async def run(self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None) -> Any:
-        """Find modules where the command finds them that made the flow run, then where this worker does."""
+        """Set the module search path of the flow run: first that of its creator, then that of this worker."""
         paths = [configuration.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         configuration.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
         return await super().run(flow_run, configuration, task_status)
 
 
 async def _prepare() -> list[UUID]:
-    """Make all that deployments need known; returns the deployments that are paused."""
+    """Create work pools and automations; return the ids of paused deployments."""
     async with get_client() as client:
         await _until_healthy(client)
         for pool in (*_LIMITS, NODES_POOL):
@@ -85,9 +93,10 @@ async def _prepare() -> list[UUID]:
 
 
 async def _schedule(paused: Iterable[UUID]) -> None:
-    """Make the schedules of deployments known, and pause those that were `paused`: `prefect deploy` resumes them."""
+    """Create the schedules of deployments.
+    Pause the deployments in `paused` again, which `prefect deploy` has resumed."""
     schedules = yaml.safe_load(PREFECT_FILE.read_text())["definitions"]["schedules"]
-    if control_outputs(STATE):  # there may be nodes that nobody has any more
+    if control_outputs(STATE):  # a cloud is known, so nodes without an owner may exist
         schedules[REAPER]["always"]["active"] = True
     async with get_client() as client:
         for deployment_id in paused:
@@ -96,7 +105,7 @@ async def _schedule(paused: Iterable[UUID]) -> None:
 
 
 async def make_automations(client: PrefectClient) -> None:
-    """Make those automations known that are not; what somebody has paused or changed stays so."""
+    """Create missing automations. Existing ones keep the user's changes and pauses."""
     known = {automation.name for automation in await client.read_automations()}
     for wanted in map(AutomationCore.model_validate, yaml.safe_load(AUTOMATIONS.read_text())["automations"]):
         if wanted.name not in known:
@@ -104,8 +113,9 @@ async def make_automations(client: PrefectClient) -> None:
 
 
 async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make the schedules that a deployment lacks, paused unless they are to be active, and resume those. Otherwise what
-    is there stays as users of Prefect's page left it."""
+    """Create missing schedules, and resume those that must be active.
+
+    New schedules are paused unless `active` is set. Existing schedules keep the user's changes otherwise."""
     for name, wanted in schedules.items():
         deployment = await client.read_deployment_by_name(name)
         known = {schedule.slug: schedule for schedule in deployment.schedules}
@@ -118,7 +128,7 @@ async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[
 
 
 async def _work() -> None:
-    """Runs until SIGTERM, which ends the flow run first."""
+    """Run workers until SIGTERM, which ends their flow runs first."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -126,16 +136,17 @@ async def _work() -> None:
     workers = [
         Worker(work_pool_name=pool, name=f"{pool}-{os.getpid()}", limit=limit) for pool, limit in _LIMITS.items()
     ]
-    with contextlib.suppress(asyncio.CancelledError):  # SIGTERM, and all is ended
+    with contextlib.suppress(asyncio.CancelledError):  # SIGTERM
         await asyncio.gather(*(worker.start() for worker in workers))
 
 
 async def _until_healthy(client: PrefectClient) -> None:
-    """Wait for the server, which may be started at the same moment as this process and doesn't say when it is ready."""
+    """Wait for the Prefect server, which may be starting too.
+    Raises ProcessError if it does not respond in time."""
     patience_s = _API_TIMEOUT_S if SOLE in sys.argv else _NAMED_TIMEOUT_S
     try:
         async with asyncio.timeout(patience_s):
-            while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - nothing else tells
+            while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - the server can only be polled
                 await asyncio.sleep(_PROBE_INTERVAL_S)
     except TimeoutError:
         raise ProcessError(
@@ -151,7 +162,7 @@ async def _make_pool(client: PrefectClient, name: str) -> None:
 
 
 async def _mark_crashed(client: PrefectClient) -> None:
-    """Mark flow runs as crashed that died together with their worker or their server."""
+    """Mark flow runs as crashed whose worker or server has died."""
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
     pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[*_LIMITS]))
     for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
@@ -160,8 +171,7 @@ async def _mark_crashed(client: PrefectClient) -> None:
 
 
 def _deploy() -> None:
-    """`prefect deploy` itself, so that prefect.yaml means here what it means to everybody; in this process, which has
-    Prefect imported."""
+    """Run `prefect deploy` in this process, which saves a second import of Prefect."""
     os.chdir(WORK)  # the working directory of flow runs
     sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE)]
     try:

@@ -13,7 +13,6 @@ from areal_core.environments import confinement
 from areal_core.environments.calculator import Calculator
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import EnvContext, Environment, SingleTurn, TwoTurn, Verdict, Verifier
-from areal_core.environments.judge import LanguageModelJudge
 from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
 from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
@@ -48,6 +47,13 @@ VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mat
 ENVIRONMENTS: dict[str, type[Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn, "calculator": Calculator}
 
 
+def _judge(environment: EnvironmentConfig) -> Verifier:
+    """Raises ConfigError for settings that can't work."""
+    from areal_core.environments.judge import LanguageModelJudge  # an HTTP client: a fifth of a worker's start
+
+    return LanguageModelJudge(environment)
+
+
 def _confined(environment: EnvironmentConfig) -> Verifier:
     """Create a reasoning-gym verifier that runs its scorer confined, as environment.sandbox says.
     Raises ConfigError if this kernel can't confine it."""
@@ -58,7 +64,7 @@ def _confined(environment: EnvironmentConfig) -> Verifier:
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers with settings
     "code": Programs,
-    "judge": LanguageModelJudge,
+    "judge": _judge,
     "reasoning_gym": _confined,
     "reasoning_gym_share": _confined,
 }

@@ -18,7 +18,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, stdtrit
 
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.integer]
@@ -107,6 +106,8 @@ def estimate(values: Float64Array) -> Estimate:
     spread_unknown = np.ptp(values) == 0 or prompts * min(mean, 1 - mean) < 1
     if spread_unknown or np.isin(values, (0.0, 1.0)).all():
         return _wilson(mean, prompts)
+    from scipy.special import expit  # a third of a second, which a launcher does without
+
     logit = math.log(mean / (1 - mean))
     half = _half_width(values) / (mean * (1 - mean))
     return Estimate(value=mean, low=float(expit(logit - half)), high=float(expit(logit + half)))
@@ -179,6 +180,8 @@ def _wilson(mean: float, prompts: int) -> Estimate:
 
 def _half_width(values: Float64Array) -> float:
     """Half the width of Student's t interval for the mean of values [P], P at least 2."""
+    from scipy.special import stdtrit  # as above
+
     quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 

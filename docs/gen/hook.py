@@ -14,7 +14,6 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,17 +66,19 @@ def command_line() -> str:
     """The help of every command."""
     from flows.cli import COMMANDS
 
-    modules = {"areal": "flows.cli"} | {f"areal {name}": f"flows.commands.{name}" for name in COMMANDS}
-    return "\n".join(["# Command line", *(f"\n## {name}\n\n```\n{_help(of)}```" for name, of in modules.items())])
+    calls = {"areal": []} | {f"areal {name}": [name] for name in COMMANDS}
+    return "\n".join(["# Command line", *(f"\n## {call}\n\n```\n{_help(words)}```" for call, words in calls.items())])
 
 
 PAGES = {"reference/configuration.md": configuration, "reference/command-line.md": command_line}
 
 
-def _help(module: str) -> str:
+def _help(words: list[str]) -> str:
+    from flows.cli import main
+
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="100"):
-        import_module(module).main(["--help"])
+        main([*words, "--help"])
     return shown.getvalue()
 
 

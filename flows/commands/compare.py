@@ -1,4 +1,4 @@
-"""`areal compare`: one flow run of `areal-compare/compare`, watched to its end, and its result; see flows.watch."""
+"""`areal compare`: run the deployment `areal-compare/compare` and print its result (flows.watch)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: str | None = None) -> dict[str, Any]:
-    """The flow's parameters. Settings that are not given are those of the comparison `name`, if there is one, or the
-    default. Raises ConfigError."""
+    """Parameters of the flow.
+    Missing settings come from the comparison `name` if it exists, else from the defaults. Raises ConfigError."""
     experiment, overrides = split_experiment(settings, "")
     overrides, varied = swept(overrides)
     given = [override for override in overrides if override.startswith("seed=")]
@@ -60,7 +60,7 @@ def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: 
         seeds=read_seeds(seeds) if seeds else start.seeds,
         overrides=overrides or start.overrides,
     )
-    (chosen.continuing(known) if known else chosen).trials()  # all that is wrong with it
+    (chosen.continuing(known) if known else chosen).trials()  # raises ConfigError for any invalid setting
     return chosen.parameters()
 
 

@@ -1,7 +1,7 @@
-"""`areal doctor`: what this machine has and lacks, a line each, and how to mend it. Exit status 1 if the default run
-lacks something.
+"""`areal doctor`: check this machine's requirements, one per line, and say how to fix each gap.
 
-With --model it describes a model instead: its architecture, its stop tokens, and a prompt exactly as it is fed.
+The exit status is 1 if the default run lacks a requirement. With --model the command describes a model instead: its
+architecture, its stop tokens, and a prompt exactly as the model receives it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flows.compose import EVALUATION, compose, quoted
 from flows.places import WORK
 
 _GIB = 2**30
-_MEMORY_GIB = 4  # the default run with both servers takes about 2.5
+_MEMORY_GIB = 4  # need of the default run with both servers is about 2.5
 _DISK_GIB = 2
 
 
@@ -38,8 +38,8 @@ class Finding:
     what: str
     ok: bool
     found: str
-    mend: str = ""  # what would help
-    needed: bool = True  # False: only some uses need it
+    mend: str = ""  # how to fix it
+    needed: bool = True  # False: optional
 
 
 def findings() -> Iterator[Finding]:
@@ -63,14 +63,14 @@ def findings() -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
-    """Every dependency of what is installed."""
+    """Check the dependencies of all installed packages."""
     checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
     found = checked.stdout.strip().replace("\n", "; ")
     return Finding("packages", checked.returncode == 0, found, "remove .venv and run make")
 
 
 def _accelerator() -> Iterator[Finding]:
-    """Asked of another process: torch takes a second to import and some GPU memory."""
+    """Ask another process about torch and GPUs: importing torch takes a second and some GPU memory."""
     question = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())"
     asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=120)
     if asked.returncode:
@@ -88,7 +88,7 @@ def _servers() -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """A program is run in one: bubblewrap may be there and not be allowed to do what it does."""
+    """Run a program in the sandbox: bubblewrap may be installed but lack permissions."""
     found, mend = "bubblewrap", "apt-get install bubblewrap; environment.verifier=code needs it"
     try:
         Sandbox("bubblewrap", memory_mib=256, processes=4).check()
@@ -103,7 +103,7 @@ def _describe_model(path: str, overrides: Sequence[str]) -> None:
 
 
 def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What there is to know of a model before it is trained on prompts. Raises ConfigError, ModelError."""
+    """Facts about a model, as pairs of name and value. Raises ConfigError, ModelError."""
     config = compose(EVALUATION, [f"model.path={quoted(path)}", *overrides])
     folder = model_folder(config, print)
     spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)

@@ -1,4 +1,4 @@
-"""`areal down`: stops the servers that `areal up` started."""
+"""`areal down`: stop the servers that `areal up` started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal evaluate`: one flow run of `areal-evaluate/evaluate`, watched to its end, and its scores; see flows.watch."""
+"""`areal evaluate`: run the deployment `areal-evaluate/evaluate` and print its scores (flows.watch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
         "MY-RUN --benchmark arithmetic",
         "models/Qwen2.5-0.5B --benchmark gsm8k=test.jsonl evaluation.samples=8 generation=vllm",
     )
-    parser.add_argument("model", help="a model folder, a GGUF file, or the name of a run")
+    parser.add_argument("model", help="a model folder, a GGUF file, hub:OWNER/NAME, or the name of a run")
     parser.add_argument(
         *("--benchmark", "-b"),
         action="append",

@@ -1,8 +1,8 @@
-"""`areal nodes`: plans, creates, lists and destroys the AWS nodes of a run by hand.
+"""`areal nodes`: plan, create, list and destroy the AWS nodes of a run by hand.
 
-FILE is YAML: what infra/terraform/run/variables.tf asks for. Of what `make control` has made nothing need be said. What
-is applied has a lease until `lease.expires_at`, when the reaper ends it, if it is not destroyed before.
-Exit status: 0 done; 1 it could not be done, or was not wanted; 2 a setting is wrong.
+FILE is YAML with the variables of infra/terraform/run/variables.tf. Outputs of `make control` are the defaults. Applied
+nodes have a lease until `lease.expires_at`; then the reaper destroys them, unless you have destroyed them before.
+Exit status 0: done. Exit status 1: failed or not confirmed. Exit status 2: a setting is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Plan, create, list or destroy. Raises ConfigError, and ProvisionError where it can't or is not wanted."""
+    """Plan, create, list or destroy nodes.
+    Raises ConfigError, and ProvisionError on failure or without confirmation."""
     parser = cli.parser("nodes", "plan nodes.yaml", "apply nodes.yaml --yes", "destroy nodes.yaml")
     parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
     parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
                 _show(nodes.plan(replace=options.replace), console)
             else:
                 cloud = cloud_of(nodes.variables["foundation"])
-                there = {found.id for found in cloud.found(nodes.run)}  # the reaper leaves Terraform's state as it is
+                there = {found.id for found in cloud.found(nodes.run)}  # the reaper does not update Terraform's state
                 _list([host for host in nodes.hosts() if host.id in there], console)
         return
 
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A request from a file of YAML. Raises ConfigError."""
+    """Read a request from a YAML file. Raises ConfigError."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -77,14 +78,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """YAML reads a time where one stands; Terraform wants its text."""
+    """Text of a time, which YAML parses and Terraform expects as text."""
     if isinstance(value, datetime) and value.tzinfo:
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return str(value)
 
 
 def _expiry(request: Mapping[str, Any]) -> float:
-    """When the nodes end by themselves, in seconds since 1970."""
+    """Expiry of the nodes' lease, in seconds since 1970. Raises ConfigError."""
     lease = request.get("lease")
     expires_at = lease.get("expires_at") if isinstance(lease, Mapping) else None
     try:

@@ -1,4 +1,4 @@
-"""`areal plan`: estimates the GPU memory of an experiment. It needs no GPU and no model weights."""
+"""`areal plan`: estimate the GPU memory of an experiment. It needs no GPU and no model weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from areal_core.run.preflight import device_memory
 from flows import cli
 from flows.compose import compose, split_experiment
 
-_REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
+_REQUIRED = ("model.path", "task.path", "task.held_out_path")  # required fields that a plan does not use
 
 
 _PAPER = {"1.5b-math": "1.5b", "7b-math": "7b", "14b-code": "14b", "32b-code": "32b"}
-PLANNED = {  # experiment -> the largest model that it is meant for
+PLANNED = {  # experiment -> its largest intended model
     "gpu-shared": "1.5b",
     "paper-small": "1.5b",
     **{f"paper-{name}{mode}": model for name, model in _PAPER.items() for mode in ("", "-sync")},
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the estimate. Raises ConfigError, also where the experiment does not fit."""
+    """Print the estimate. Raises ConfigError, also if the experiment does not fit."""
     parser = cli.parser("plan", "experiment=gpu-shared launch.device_memory_gib=80", "experiment=paper-7b-math")
     parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}")
     cli.add_settings(parser, f"; experiment= is one of {', '.join(sorted(PLANNED))}")

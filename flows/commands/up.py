@@ -1,4 +1,4 @@
-"""`areal up`: starts Prefect, MLflow and a worker, and leaves them running."""
+"""`areal up`: start Prefect, MLflow and a worker in the background."""
 
 from __future__ import annotations
 

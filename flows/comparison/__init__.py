@@ -1,7 +1,7 @@
-"""A matched experiment: arms of configurations times seeds, run in turns, and what the differences are worth.
+"""A matched comparison: arms times seeds, run in turns, with confidence intervals of the differences.
 
     design -> trials -> measures, intervals -> report
 
-`design` also keeps what was asked for in a folder, `parent` is its run in MLflow. Knows no Prefect: `flows.compare` is
-the flow around it, and benchmarks call it as it is.
+`design` also stores the plan in the comparison's folder; `parent` is the comparison's own run in MLflow. The package
+does not use Prefect: `flows.compare` is its flow, and benchmarks call the package directly.
 """

@@ -1,12 +1,12 @@
-"""The experimental design: arms times seeds as trials in their order, and the checks that make two arms comparable.
+"""Experimental design: trials of arms times seeds in order, and checks that the arms are comparable.
 
-Arms are lists of overrides over one experiment, or over another that an arm chooses, `experiment=paper-7b-math-sync`;
-the first arm is the reference. All arms of a seed have the same prompts in the same order and train on the same number
-of trajectories on the same devices. An asynchronous arm may train on others of these prompts: what is still in flight
-at its end is not trained on (policies admit and drop).
+An arm is a list of overrides over the common experiment, or over its own one (`experiment=paper-7b-math-sync`). The
+first arm is the reference. All arms of a seed get the same prompts in the same order. They train on the same number of
+trajectories, on the same devices. An asynchronous arm may train on other prompts of that order: trajectories still in
+flight at its end are not trained on (batch selections admit and drop).
 
-Trials of a seed are planned as neighbours in time, and who goes first changes from seed to seed, so that neither a
-machine that grows slower nor a cold start favours an arm.
+Trials of a seed are neighbours in time, and each seed starts with another arm. So neither a slowing machine nor a cold
+start favours an arm.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DEFAULT_ARMS: dict[str, list[str]] = {
 }
 
 _NAME = re.compile(r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*")
-_MAX_NAME = 60  # characters: names are parts of the names of folders
-# Arms may differ in how they generate and train, not in what is learnt, on what, from where and how it is judged.
+_MAX_NAME = 60  # characters; names become parts of folder names
+# Arms may differ in generation and training, but not in model, prompts, seed, devices or evaluation.
 _MATCHED = (
     *("model", "task", "warmup", "evaluation", "stop", "emulation"),
     *("seed", "state_dir", "launch.devices", "algorithm.group_size"),
@@ -62,11 +62,10 @@ def plan_trials(
     *,
     matched: bool = True,
 ) -> list[Trial]:
-    """All trials of a comparison, in the order in which to run them; `overrides` hold for every arm. Unless they are to
-    be `matched`, arms may differ in anything.
+    """Plan all trials of a comparison, in execution order. `overrides` hold for every arm.
 
-    Raises ConfigError in one line: for names, seeds and overrides that can't be, and for arms that don't match.
-    """
+    With `matched` False, arms may differ in any field. Raises ConfigError, one line, for wrong names, seeds or
+    overrides, and for arms that don't match."""
     for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
         check_name(field, name)
     if matched and len(arms) < 2:
@@ -75,7 +74,7 @@ def plan_trials(
         raise ConfigError("seeds: must be at least one")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
-    compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
+    compose(experiment, overrides)  # an error in the common overrides names no arm
     composed = {arm: _compose(arm, experiment, overrides, own) for arm, own in arms.items()}
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
@@ -92,21 +91,21 @@ def plan_trials(
 
 
 def generated_name(experiment: str, unique: str) -> str:
-    """The name of a comparison that was given none; `unique` are letters and digits."""
+    """Name of an unnamed comparison: the experiment and `unique`, a string of letters and digits."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", experiment)[: _MAX_NAME - len(unique) - 1].strip("-")
     return f"{plain}-{unique}"
 
 
 def read_seeds(words: Sequence[str]) -> list[int]:
-    """Seeds from the command line. Raises ConfigError."""
+    """Seeds from words of the command line. Raises ConfigError."""
     if wrong := [word for word in words if not word.isdecimal()]:
         raise ConfigError(f"seed: must be whole numbers, as in seed=1,2,3, got {wrong[0]!r}")
     return [int(word) for word in words]
 
 
 def sweep_arms(varied: Mapping[str, Sequence[str]], seed: int) -> tuple[list[int], dict[str, list[str]]]:
-    """The seeds and the arms of a sweep: every combination of the values of each field. `seed` is that of all where
-    none are swept. Raises ConfigError."""
+    """Seeds and arms of a sweep: every combination of the values of each field.
+    `seed` is used if the sweep varies no seed. Raises ConfigError."""
     others = {field: values for field, values in varied.items() if field != "seed"}
     arms: dict[str, list[str]] = {}
     for values in itertools.product(*others.values()):
@@ -117,12 +116,11 @@ def sweep_arms(varied: Mapping[str, Sequence[str]], seed: int) -> tuple[list[int
 
 
 def check_matched(configs: Mapping[str, RunConfig]) -> None:
-    """Raise ConfigError, naming arm and field, unless the configurations of one seed, by arm, can be compared.
+    """Raise ConfigError, naming arm and field, unless the configurations of a seed, by arm, match.
 
-    They match in `_MATCHED`, in the trajectories that they train on, in whether their accelerators are emulated, and
-    use no more than launch.devices devices at a time. The first is the one that the others are held against: where it
-    is synchronous, it must use all devices, since it is easy to be faster than a baseline that does not.
-    """
+    The arms must agree in `_MATCHED`, in the number of trajectories and in emulation, and may use at most
+    launch.devices devices at a time. The first arm is the reference. A synchronous reference must use all devices, to
+    be a fair baseline."""
     reference, *others = configs
     for arm in others:
         for name, ours, theirs in differences(configs[arm], configs[reference]):
@@ -145,7 +143,7 @@ def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, 
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise ConfigError for a name that can't be that of a comparison or an arm."""
+    """Raise ConfigError unless the name is valid for a comparison or an arm."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{field}: a name must be letters, digits and single dashes, got {name!r}")
     if len(name) > _MAX_NAME:
@@ -163,7 +161,7 @@ def _compose(arm: str, experiment: str, overrides: Sequence[str], own: Sequence[
 
 @contextmanager
 def _named(arm: str) -> Iterator[None]:
-    """What is wrong is this arm's fault."""
+    """Context manager that adds the arm's name to a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -182,11 +180,10 @@ def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunC
 
 
 def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
-    """No phase of a run may use more devices than it is charged for, and a `baseline` uses every one in both phases.
+    """Check that no phase uses more than launch.devices devices, and that a `baseline` uses all in both.
 
-    Asynchronous servers and ranks that outnumber the cores share them, since a run is confined to launch.devices cores;
-    emulated devices, which nothing confines, have a rule of their own in `areal_core.config.schema`.
-    """
+    Asynchronous servers and ranks may outnumber the cores and then share them, as a run is confined to launch.devices
+    cores. Nothing confines emulated devices; `areal_core.config.schema` has a rule for them."""
     devices, per_server = config.launch.devices, config.devices_per_server
     all_of_them = f"launch.devices ({devices})"
     for_servers = all_of_them if per_server == 1 else f"{all_of_them} / {per_server} a server"
@@ -212,39 +209,37 @@ def _differs(arm: str, field: str, value: object, reference: str, other: object)
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared: arms times seeds over one experiment. Its folder holds it, so that it can be continued:
+    """A comparison: arms times seeds over one experiment. Its folder stores it for a later continuation.
 
     <state_dir>/comparisons/<name>/
         plan.json                experiment, arms, seeds, overrides
         tracking.json            the parent run in MLflow, if it is tracked
-        report.md                `flows.comparison.report`
-    """
+        report.md                `flows.comparison.report`"""
 
     name: str
     experiment: str
     arms: Mapping[str, Sequence[str]]  # name -> overrides; the first is the reference
     seeds: Sequence[int]
-    overrides: Sequence[str] = ()  # of every arm
+    overrides: Sequence[str] = ()  # common to all arms
     matched: bool = True  # arms differ only in how they generate and train; False: a sweep
 
     def parameters(self) -> dict[str, Any]:
-        """Those of the flow `areal-compare`."""
+        """Parameters of the flow `areal-compare`."""
         return dataclasses.asdict(self)
 
     def trials(self) -> list[Trial]:
-        """All of them, in the order in which to run them. Raises ConfigError, as `plan_trials` does."""
+        """All trials, in execution order. Raises ConfigError, as `plan_trials` does."""
         return plan_trials(self.name, self.experiment, self.arms, self.seeds, self.overrides, matched=self.matched)
 
     def folder(self) -> Path:
-        """Where its record and its report go: below `state_dir`, as it is for all arms. Raises ConfigError."""
+        """Folder of the plan and report, below the `state_dir` of the arms. Raises ConfigError."""
         check_name("comparison", self.name)
         return Path(compose(self.experiment, self.overrides).state_dir).absolute() / "comparisons" / self.name
 
     def continuing(self, known: Comparison) -> Comparison:
-        """The same with all that `known`, of the same name, has: its arms and seeds first, its reference.
+        """This comparison merged with `known`, an earlier one of its name, whose arms and seeds come first.
 
-        Raises ConfigError, one line that names the field, where the two can't be one comparison.
-        """
+        Raises ConfigError, one line that names the field, if the two can't be one comparison."""
         self._check("experiment", self.experiment, known.experiment)
         self._check("overrides", list(self.overrides), list(known.overrides))
         self._check("matched", self.matched, known.matched)
@@ -270,7 +265,8 @@ class Comparison:
 
 
 def read_comparison(folder: Path) -> Comparison | None:
-    """The comparison that was started in `folder`; None if there is none. Raises ConfigError where it can't be read."""
+    """The comparison stored in `folder`; None if there is none.
+    Raises ConfigError if its plan is damaged."""
     file = folder / "plan.json"
     try:
         known = json.loads(file.read_text())

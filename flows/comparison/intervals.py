@@ -1,9 +1,8 @@
-"""Confidence intervals of medians from a handful of seeds, without assuming a distribution.
+"""Confidence intervals of medians from a few seeds, without assuming a distribution.
 
-The interval between the k-th lowest and the k-th highest of n independent values holds the median of whatever they were
-drawn from with probability P(k <= Binomial(n, 1/2) <= n - k) = 1 - 2 P(Binomial(n, 1/2) < k), for any continuous
-distribution (David and Nagaraja, Order Statistics, section 7.1). Three seeds can't give 95 %: their whole range has
-75 %.
+Take n independent values of any continuous distribution. The interval from the k-th lowest to the k-th highest value
+contains the true median with probability P(k <= Binomial(n, 1/2) <= n - k) = 1 - 2 P(Binomial(n, 1/2) < k). Source:
+David and Nagaraja, Order Statistics, section 7.1. Three seeds can't reach 95 %: their whole range has 75 %.
 """
 
 from __future__ import annotations
@@ -14,28 +13,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-CONFIDENCE = 0.95  # of intervals, where there are values enough: six
+CONFIDENCE = 0.95  # coverage of an interval; needs at least six values
 
 Verdict = Literal["higher", "lower", "no difference"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A sample's median, and an interval for the true one."""
+    """A sample's median, and a confidence interval for the true median."""
 
     median: float
     low: float
     high: float
-    coverage: float  # probability that [low, high] holds the true median
-    n: int  # values
+    coverage: float  # probability that [low, high] contains the true median
+    n: int  # number of values
 
 
 def median_interval(values: Iterable[float]) -> Interval:
     """The narrowest symmetric interval of order statistics whose coverage is at least `CONFIDENCE`.
 
-    Where even the whole range has less, it is the whole range, with the coverage that it has. Raises ValueError without
-    values, or for one that is not finite.
-    """
+    If the whole range has less coverage, the result is the whole range with its coverage. Raises ValueError for no
+    values or for a value that is not finite."""
     ordered = sorted(values)
     n = len(ordered)
     if not ordered or not all(map(math.isfinite, ordered)):
@@ -47,23 +45,24 @@ def median_interval(values: Iterable[float]) -> Interval:
 
 
 def paired_ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
-    """value / reference of each seed that has both, as `median_interval` puts it. Raises ValueError where no seed has
-    both, ZeroDivisionError where a reference is 0."""
+    """Interval of value / reference over the seeds that have both.
+    Raises ValueError if no seed has both, ZeroDivisionError if a reference is 0."""
     return median_interval(values[seed] / reference[seed] for seed in values.keys() & reference.keys())
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
-    """value - reference of each seed that has both. Raises ValueError where no seed has both."""
+    """Interval of value - reference over the seeds that have both. Raises ValueError if no seed has both."""
     return median_interval(values[seed] - reference[seed] for seed in values.keys() & reference.keys())
 
 
 def verdict(interval: Interval, neutral: float) -> Verdict:
-    """What an interval of ratios (`neutral` 1) or of differences (0) says. One value alone says nothing."""
+    """Compare an interval of ratios (`neutral` 1) or differences (0) with no effect.
+    A single value gives no difference."""
     if interval.n == 1 or interval.low <= neutral <= interval.high:
         return "no difference"
     return "higher" if interval.low > neutral else "lower"
 
 
 def coverage(n: int, k: int = 1) -> float:
-    """Probability that the median lies between the k-th lowest and the k-th highest of n values."""
+    """Probability that the true median lies between the k-th lowest and the k-th highest of n values."""
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2**n

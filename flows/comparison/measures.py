@@ -1,6 +1,6 @@
-"""Measures of a trial, one number each, and the comparison of an arm with the reference.
+"""Measures of a trial, one number each, and the effect of an arm relative to the reference.
 
-Definitions are those of docs/metrics.md; what is added here says so at its function.
+docs/metrics.md defines the measures; functions here document only additions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flows.comparison.trials import TrialResult
 
 Effect = Literal["ratio", "difference"]
 
-SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
+SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies; one of them is timed if stop.score is not set
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Measure:
     """One row of the report's tables."""
 
     name: str
-    unit: str  # empty where the name says it
-    digits: int | None  # after the point; None: three significant ones
-    effect: Effect  # how two arms are compared
-    value: Callable[[RunSummary, TrialResult], float | None]  # None: this trial has none
-    headline: bool = False  # what most readers come for
-    of_all: bool = False  # means nothing of an arm some of whose trials have none
+    unit: str  # empty if the name includes it
+    digits: int | None  # decimal places; None: three significant digits
+    effect: Effect  # how an arm is compared with the reference
+    value: Callable[[RunSummary, TrialResult], float | None]  # None: the trial has no value
+    headline: bool = False  # shown in the short result table
+    of_all: bool = False  # meaningful only if every trial of the arm has a value
 
     @property
     def neutral(self) -> float:
-        """The effect of an arm that is like the reference."""
+        """The effect of an arm that equals the reference: 1 for ratios, 0 for differences."""
         return 1.0 if self.effect == "ratio" else 0.0
 
     @property
@@ -44,7 +44,7 @@ class Measure:
 
 
 def measures(results: Sequence[TrialResult]) -> list[Measure]:
-    """All measures that these trials can have."""
+    """All measures that can apply to these trials."""
     config, target = results[0].trial.config, common_target(results)
     speed = [
         Measure("effective tokens/s", "", None, "ratio", lambda s, _: s.effective_tokens_per_s, headline=True),
@@ -74,30 +74,27 @@ def measures(results: Sequence[TrialResult]) -> list[Measure]:
 
 
 def succeeded(results: Sequence[TrialResult], arm: str) -> list[TrialResult]:
-    """The arm's trials with a summary."""
+    """The arm's trials that have a summary."""
     return [r for r in results if r.summary is not None and r.trial.arm == arm]
 
 
 def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -> dict[int, float]:
-    """Seed -> value, of the arm's trials that have one."""
+    """Finite values of the arm's trials, by seed."""
     values = {r.trial.seed: measure.value(r.summary, r) for r in succeeded(results, arm) if r.summary}
     return {seed: value for seed, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def unreached(measure: Measure, results: Sequence[TrialResult], arm: str) -> int:
-    """How many successful trials of the arm lack what only a whole arm can have.
+    """Number of the arm's successful trials without a value; 0 unless the measure needs all (`of_all`).
 
-    Without those that never reached a score, an arm that fails to learn would look the faster for it.
-    """
+    If trials that never reached a score were left out, an arm that fails to learn would look faster."""
     return len(succeeded(results, arm)) - len(values_by_seed(measure, results, arm)) if measure.of_all else 0
 
 
 def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, reference: str) -> Interval | None:
-    """An arm against the reference, seed by seed.
+    """The effect of an arm relative to the reference, paired by seed.
 
-    None where no seed has both, where the reference is 0, to which there is no ratio, or where a trial has not reached
-    what is timed.
-    """
+    None if no seed has both values, if a ratio's reference is 0, or if a trial has not reached a timed score."""
     if any(unreached(measure, results, name) for name in (arm, reference)):
         return None
     values, base = (values_by_seed(measure, results, name) for name in (arm, reference))
@@ -107,10 +104,9 @@ def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, refere
 
 
 def common_target(results: Sequence[TrialResult]) -> float | None:
-    """The score to time: stop.score, else the highest of SCORES that every successful trial reached by training.
+    """The score to time: stop.score, or the highest of SCORES that every successful trial reached.
 
-    None where there is no such score, or versions are not scored.
-    """
+    It must be above the initial accuracy of every trial. None if no score qualifies or the trials are not evaluated."""
     trials = [result for result in results if result.summary is not None]
     if not trials or not trials[0].trial.config.evaluated:
         return None
@@ -124,7 +120,7 @@ def common_target(results: Sequence[TrialResult]) -> float | None:
 
 
 def time_to_score(result: TrialResult, target: float) -> float | None:
-    """Seconds of RL wall time until the first scored version that reached `target` was published; None: none did."""
+    """RL wall time, in seconds, to the first published version that scored `target`; None if none did."""
     if result.summary is not None and result.trial.config.stop.score == target:
         return result.summary.time_to_score_s
     elapsed = {0: 0.0, **dict(result.curves.get("time/elapsed_s", []))}
@@ -133,7 +129,7 @@ def time_to_score(result: TrialResult, target: float) -> float | None:
 
 
 def weighted_by_time(result: TrialResult, key: str) -> float | None:
-    """The mean of a curve over the run's time: its points weighted by time/step_s. None without points."""
+    """Mean of a curve over the run's time: its points weighted by time/step_s. None without points."""
     weights = dict(result.curves.get("time/step_s", []))
     points = [(value, weights[step]) for step, value in result.curves.get(key, []) if step in weights]
     total = sum(weight for _, weight in points)
@@ -141,12 +137,12 @@ def weighted_by_time(result: TrialResult, key: str) -> float | None:
 
 
 def time_scale(config: RunConfig) -> float:
-    """Seconds that a second of the clock stands for: those of the emulated cluster, where there is one."""
+    """Emulated seconds per second of the clock; 1 without emulation."""
     return config.emulation.speed if config.emulated else 1.0
 
 
 def _share(name: str, key: str) -> Measure:
-    """The share of time that a curve tells, in percent."""
+    """Measure of a curve that holds a share of time, in percent."""
 
     def of(_: RunSummary, result: TrialResult) -> float | None:
         share = weighted_by_time(result, key)

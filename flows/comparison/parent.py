@@ -18,14 +18,14 @@ from flows.comparison.design import Comparison, Trial
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The run, by its server and its ids."""
+    """The comparison's run in MLflow."""
 
     uri: str
     experiment_id: str
     run_id: str
 
     def places(self, trials: Sequence[Trial]) -> dict[str, str]:
-        """MLflow's pages of the comparison, of all runs, and of the curves of the trials that were started."""
+        """Addresses of MLflow's pages: the comparison, all runs, and the curves of started trials."""
         at = self.uri, self.experiment_id
         pages = {"MLflow": run_page(*at, self.run_id) or self.uri, "table of runs": table_page(*at)}
         if children := _children(trials):
@@ -35,21 +35,20 @@ class Parent:
         return {what: page for what, page in pages.items() if page is not None}
 
     def add(self, metrics: Mapping[str, float], step: int, files: Iterable[Path]) -> None:
-        """Metrics of the comparison, and files of its report. Raises TrackingError."""
+        """Add metrics and report files to the run. Raises TrackingError."""
         mlflow_client.add_to_run(self.uri, self.run_id, metrics=metrics, step=step, files=files, folder="report")
 
     def end(self, status: EndStatus) -> None:
-        """Raises TrackingError."""
+        """End the run. Raises TrackingError."""
         mlflow_client.end_run(self.uri, self.run_id, status)
 
 
 def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[str, str]) -> Parent | None:
-    """The run of a comparison, opened once and found again; None where the reference arm is not tracked.
+    """Open the comparison's run in MLflow, or resume it; None if the reference arm is not tracked.
 
-    Its folder remembers it. MLflow is where it is today: a server's address may have changed. Each time its tags and
-    its config.json become those of the comparison as it is now. Raises TrackingError.
-    """
-    config = trials[0].config  # of the reference, as plans begin with it
+    The comparison's folder stores the run id. The address is the current one, as a server's address may have changed.
+    Each call updates the run's tags and config.json. Raises TrackingError."""
+    config = trials[0].config  # the first trial is of the reference arm
     uri = tracking_uri(config)
     if uri is None:
         return None
@@ -76,7 +75,7 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
 
 
 def _children(trials: Sequence[Trial]) -> list[str]:
-    """The runs in MLflow of the trials that were started."""
+    """MLflow run ids of the trials that were started."""
     folders = [run_folder(trial.config, trial.run_id) for trial in trials]
     ids = [folder.info().tracking_run_id for folder in folders if (folder.root / "run.json").exists()]
     return [run_id for run_id in ids if run_id is not None]

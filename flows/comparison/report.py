@@ -1,6 +1,6 @@
-"""The report of a comparison: what was compared, what failed, and medians with intervals. MLflow has the curves.
+"""Report of a comparison: settings, failed trials, and medians with intervals. MLflow has the curves.
 
-`result_table`, `result_title` and `metrics` are its main figures, for a terminal and for MLflow.
+`result_table`, `result_title` and `metrics` are its main numbers, for the terminal and for MLflow.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flows.comparison.trials import TrialResult
 EMULATED = "EMULATED accelerators: times are those of the time model, no model was trained"
 
 Arms = Mapping[str, Sequence[str]]  # name -> overrides; the first is the reference
-Results = Sequence[TrialResult]  # of every trial that was planned, failed ones too
+Results = Sequence[TrialResult]  # one per planned trial, including failed ones
 
 
 def report_page(comparison: str, arms: Arms, results: Results) -> str:
-    """The report, as Markdown."""
+    """The report as Markdown."""
     parts = [f"# Comparison {comparison}", *_header(arms, results), *_notes(results)]
     if any(result.summary for result in results):
         rows = [[row.label, *(cell(row, arms, results, arm) for arm in arms)] for row in measures(results)]
@@ -31,7 +31,7 @@ def report_page(comparison: str, arms: Arms, results: Results) -> str:
 
 
 def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
-    """A row an arm: the headline measures, and how many trials they rest on."""
+    """One row per arm: the headline measures, and how many trials succeeded."""
     rows = [row for row in measures(results) if row.headline]
     return [
         {"arm": arm, **{row.label: cell(row, arms, results, arm) for row in rows}, "succeeded": _count(arm, results)}
@@ -40,7 +40,7 @@ def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
 
 
 def trial_table(results: Results) -> list[dict[str, str]]:
-    """A row a trial: its settings, its seed and the headline measures."""
+    """One row per trial: arm and seed, the headline measures, and whether it succeeded."""
     rows = [row for row in measures(results) if row.headline]
     return [
         {
@@ -54,17 +54,17 @@ def trial_table(results: Results) -> list[dict[str, str]]:
 
 
 def result_title(comparison: str, arms: Arms, results: Results) -> str:
-    """The title of the table: how to read it."""
+    """Title of the table; it explains how to read the table."""
     title = f"{EMULATED}\n" if results[0].trial.config.emulated else ""
     return f"{title}Result of {comparison}. {_reading(arms, results)}"
 
 
 def metrics(arms: Arms, results: Results) -> dict[str, float]:
-    """`comparison/<arm>.<measure>.<ratio or difference>` to the reference, the median, with `.low` and `.high` of its
-    interval, of the headline measures; without what no pair of trials has.
+    """MLflow metrics of the headline measures: the median effect of each arm, and its interval.
 
-    The prefix is one for all: MLflow makes a section of charts of each.
-    """
+    Keys are `comparison/<arm>.<measure>.<ratio or difference>`, with `.low` and `.high` for the interval. Measures
+    without a pair of trials are left out. All keys share a prefix, because MLflow makes a section of charts of each
+    prefix."""
     reference, *others = arms
     found: dict[str, float] = {}
     for row in measures(results):
@@ -77,8 +77,7 @@ def metrics(arms: Arms, results: Results) -> dict[str, float]:
 
 
 def cell(row: Measure, arms: Arms, results: Results, arm: str) -> str:
-    """Median [interval] of an arm; for another than the reference, also its ratio or difference to that, in numbers and
-    in words."""
+    """Median [interval] of an arm, and its effect relative to the reference, in numbers and in words."""
     reference = next(iter(arms))
     values, trials = values_by_seed(row, results, arm), len(succeeded(results, arm))
     if missed := unreached(row, results, arm):
@@ -97,7 +96,7 @@ def cell(row: Measure, arms: Arms, results: Results, arm: str) -> str:
 
 
 def _shown(interval: Interval, form: str, unit: str, results: Results) -> str:
-    """One value has no interval; `form` with a z, so that there is no -0.000."""
+    """Format an interval; a single value has none. `form` contains a z, which avoids -0.000."""
     median, low, high = (f"{value:{form}}" for value in (interval.median, interval.low, interval.high))
     text = f"{median}{unit}" if interval.n == 1 else f"{median}{unit} [{low}, {high}]"
     if interval.n == len(_seeds(results)):
@@ -133,7 +132,7 @@ def _header(arms: Arms, results: Results) -> list[str]:
 
 
 def _notes(results: Results) -> list[str]:
-    """Failed and resumed trials, which come before the results."""
+    """Section on failed and resumed trials, placed before the results."""
     said = [f"{r.trial.arm}, seed {r.trial.seed}: {_escaped(r.failure)}" for r in results if r.failure is not None]
     said += [
         f"{r.trial.arm}, seed {r.trial.seed}: resumed: its times include work done twice"
@@ -154,7 +153,7 @@ def _legend(arms: Arms, results: Results) -> str:
 
 
 def _reading(arms: Arms, results: Results) -> str:
-    """What a cell holds, and the coverage of its interval."""
+    """Explain the content of a cell and the coverage of its interval."""
     seeds, reference = len(_seeds(results)), next(iter(arms))
     what = f"Medians [intervals] over seeds; then the ratio or difference to {reference}, seed by seed."
     if seeds == 1:
@@ -185,5 +184,5 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _escaped(text: str | None) -> str:
-    """`text` so that Markdown shows it as it is, in one line."""
+    """`text` as one line, escaped so that Markdown shows it literally."""
     return re.sub(r"([\\|*<`_]|\](?=\())", r"\\\1", printable(text or ""))

@@ -1,4 +1,4 @@
-"""The trials of a comparison: runs them, and says what each of them left in its folder."""
+"""Run the trials of a comparison, and read their results from their folders."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flows.comparison.design import Trial, differences
 Execute = Callable[..., RunSummary]  # `areal_core.run.launcher.execute`
 Curves = dict[str, list[tuple[int, float]]]  # metric key -> (step, value), by step
 
-_MAY_DIFFER = r"state_dir|(storage|tracking)\..*"  # from what was planned: where things lie
+_MAY_DIFFER = r"state_dir|(storage|tracking)\..*"  # fields that may differ from the plan: locations
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How a trial went. Either `summary` or `failure` is None."""
+    """Result of a trial. Exactly one of `summary` and `failure` is None."""
 
     trial: Trial
     summary: RunSummary | None
     failure: str | None  # one line
-    curves: Curves  # as far as it came, where it failed
-    error: ArealError | None = None  # what has just ended its run: its kind decides about another try
+    curves: Curves  # up to the failure, if it failed
+    error: ArealError | None = None  # error that has just ended the run; its type decides about a retry
 
 
 def run_trial(
@@ -39,11 +39,10 @@ def run_trial(
     on_status: Callable[[RunStatus], None] | None = None,
     execute: Execute = core.execute,
 ) -> TrialResult:
-    """Run a trial to its end. `tags` go to its tracking run, beside its arm.
+    """Run a trial to its end, and return its result. `tags` go to its tracking run, beside its arm.
 
-    A failure of the run becomes the result's. A trial that has ended before isn't run again; one that was cut off, or
-    failed, goes on where it was.
-    """
+    A failed run becomes a failed result, not an error. A trial that has ended is not run again. An interrupted or
+    failed trial resumes."""
     try:
         execute(
             trial.config, run_id=trial.run_id, tags={"arm": trial.arm, **(tags or {})}, log=log, on_status=on_status
@@ -54,9 +53,9 @@ def run_trial(
 
 
 def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
-    """What a trial left in its folder; `failure` is how it failed, where that is known.
+    """Read the result of a trial from its folder; `failure` is the reason of its failure, if known.
 
-    A run that was not what is planned has failed: its numbers would be those of something else.
+    A run whose configuration differs from the plan counts as failed, because its numbers belong to another experiment.
     """
     run = core.run_folder(trial.config, trial.run_id)
     failure = _not_as_planned(trial, run) if failure is None else one_line(failure)
@@ -74,7 +73,7 @@ def _not_as_planned(trial: Trial, run: RunDir) -> str | None:
         return "the run has not ended: it left no summary"
     try:
         made = run.config()
-    except ArealError as error:  # by another version of this program
+    except ArealError as error:  # written by another version of this program
         return f"the configuration of the finished run {trial.run_id}: {error}"
     for name, planned, known in differences(trial.config, made):
         if not re.fullmatch(_MAY_DIFFER, name):

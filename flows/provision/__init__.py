@@ -1,1 +1,1 @@
-"""Where the nodes of a run come from."""
+"""The nodes of a run: leases, creation with Terraform, cost, and the reaper."""

@@ -1,11 +1,13 @@
-"""What AWS holds of runs: by the tags that infra/terraform/run gives, and by names where nothing can be asked by tags.
+"""AWS resources of runs: find them by tag or name, and delete them without Terraform.
 
-Instances, launch templates and security groups are deleted by ids, which are never given twice. Roles, instance
-profiles and placement groups can be deleted by name alone; their names end in the epoch of the lease under which they
-were made. So a call that comes late, from somebody who has lost the lease, hits nothing that was made since. It can hit
-what was there before. Therefore a process that takes over a run which was being ended keeps nothing of it (leased.py).
+Runs tag their resources (infra/terraform/run). IAM can't be searched by tag, so its resources are found by name.
 
-Beside flows.machine the only user of boto3, whose credentials and endpoints are those of AWS's tools.
+Instances, launch templates and security groups are deleted by id, and AWS never reuses an id. Roles, instance profiles
+and placement groups can be deleted by name only. Their names end in the epoch of the lease that made them. So a late
+call from a process that has lost its lease can't hit a newer resource, but it can hit an older one. Therefore the
+process that takes over a run in the middle of its teardown keeps no resource of it (leased.py).
+
+Only this module and flows.machine use boto3. Credentials and endpoints are those of the AWS command line.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from flows.provision.nodes import NODE, Found
 T = TypeVar("T")
 
 _RUN, _NODE = "areal:run", "areal:node"  # tags
-_NAMED = re.compile("areal-(.+)-(generation|trainer)-[0-9a-f]{6}")  # areal-RUN-ROLE-EPOCH
-_COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
-_GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
+_NAMED = re.compile("areal-(.+)-(generation|trainer)-[0-9a-f]{6}")  # IAM names: areal-RUN-ROLE-EPOCH
+_COST = ["pending", "running", "stopping", "stopped"]  # instance states before shutting-down
+_GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # parts of error codes for a missing resource
 _INSTANCE, _TEMPLATE, _GROUP = NODE, "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
-_LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
+_LOOKS, _LOOK_S = 300, 2.0  # checks for a terminated instance, and seconds between them
 
 
 class Aws:
-    """One region of one account. Raises ProvisionError."""
+    """Client for one region of one AWS account. Raises ProvisionError."""
 
     def __init__(self, region: str | None, network: str | None) -> None:
-        """`network` is the VPC that `control` has made, if it is known."""
+        """Connect. `network` is the id of the VPC that the root module `control` made; None if unknown."""
         self._network = network
         session = boto3.Session(region_name=region)
         settings = Config(retries={"mode": "standard", "max_attempts": 6})
@@ -49,12 +51,15 @@ class Aws:
             raise ProvisionError(f"aws: {one_line(error)}") from None
 
     def found(self, run: str | None = None) -> list[Found]:
-        """What there is of a run, or of all of them, nodes first. What is about to be gone is left out."""
+        """List the resources of a run, nodes first; None means all runs.
+        Leaves out resources that are being deleted."""
         return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
 
     def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
-        """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
-        each of them, and while it waits, `confirm` is called, which raises once this process may do so no more."""
+        """Delete resources in dependency order, and wait until they are gone. A missing resource is no error.
+
+        `confirm` is called before each deletion and during waits. It raises once this process has lost the right to
+        delete."""
         ends = {
             _INSTANCE: lambda id_: self._ec2.terminate_instances(InstanceIds=[id_]),
             _TEMPLATE: lambda id_: self._ec2.delete_launch_template(LaunchTemplateId=id_),
@@ -64,19 +69,19 @@ class Aws:
             _GROUP: lambda id_: self._ec2.delete_security_group(GroupId=id_),
         }
         found = list(found)
-        for kind, end in ends.items():  # in this order they can be ended
+        for kind, end in ends.items():  # dependency order
             ids = [each.id for each in found if each.kind == kind]
             for id_ in ids:
                 confirm()
                 _told(lambda end=end, id_=id_: _unless_gone(lambda: end(id_)))
-            if kind == _INSTANCE:  # which use the others until they are gone
+            if kind == _INSTANCE:  # instances use the other resources until they are gone
                 for id_ in ids:
                     self._wait(id_, confirm)
                 for id_ in self._ending({each.run for each in found if each.kind in (_PLACEMENT, _GROUP)}):
                     self._wait(id_, confirm)
 
     def _ending(self, runs: set[str]) -> list[str]:
-        """Ids of instances of these runs that are shutting down, whoever ended them; `found` leaves them out."""
+        """Ids of instances of these runs that are shutting down, which `found` leaves out."""
         if not runs:
             return []
         states = {"Name": "instance-state-name", "Values": ["shutting-down"]}
@@ -116,7 +121,7 @@ class Aws:
             yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=self._near(each))
 
     def _iam_found(self, run: str | None) -> Iterator[Found]:
-        """Those among all that the account has whose name and tag agree."""
+        """Instance profiles and roles of the account whose name and tag name the same run."""
         for operation, key, name_of, kind in (
             ("list_instance_profiles", "InstanceProfiles", "InstanceProfileName", _PROFILE),
             ("list_roles", "Roles", "RoleName", _ROLE),
@@ -131,7 +136,7 @@ class Aws:
         return self._iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
 
     def _is_tagged(self, kind: str, name: str, run: str) -> bool:
-        """Lists leave tags out."""
+        """Read the tags of one resource: IAM's lists leave them out."""
         each = _unless_gone(
             lambda: self._profile(name) if kind == _PROFILE else self._iam.get_role(RoleName=name)["Role"]
         )

@@ -1,7 +1,7 @@
-"""What the nodes of a run cost: seconds by role, from when a node was first seen to when it was last, and prices.
+"""Cost of a run's nodes: node-hours and dollars by role.
 
-Money is an estimate: whole seconds of nodes at the prices that were given, without disks and traffic. What a run did
-with it, idle and stale, is split off by shares that the run's own account gives.
+A node counts from its first to its last sighting. Dollars are an estimate: whole seconds times the configured price,
+without disks and traffic. `split` divides the cost into useful, idle and stale by the run's bottleneck report.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ _HOUR_S = 3600.0
 
 
 class Meter:
-    """The nodes of one run, by the cloud's ids: a replacement is another node."""
+    """The nodes of one run, by the cloud's ids. A replacement counts as another node."""
 
     def __init__(self, prices: Mapping[str, float | None], noted: Mapping[str, Any] | None = None) -> None:
-        """`prices` of a node by role, in dollars an hour, None where nobody knows; `noted` is what `noted()` gave, of
-        an earlier process of the same run."""
+        """`prices` are dollars an hour of a node, by role; None if unknown.
+        `noted` is the result of `noted()` in an earlier process of the same run."""
         noted = noted or {}
         known = {role: price for role, price in prices.items() if price is not None}
         self._prices: dict[str, float] = {**noted.get("prices", {}), **known}
         self._nodes: dict[str, list[Any]] = {id_: list(node) for id_, node in noted.get("nodes", {}).items()}
 
     def observe(self, hosts: Iterable[Host | Found], now: float) -> None:
-        """These are there at `now`, in seconds since 1970."""
+        """Record that these nodes exist at `now`, in seconds since 1970."""
         for host in hosts:
             node = self._nodes.setdefault(host.id, [host.role or "-", now, now])
             node[2] = max(node[2], now)
 
     def noted(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """The whole state as a JSON-compatible dict."""
         return {"prices": self._prices, "nodes": self._nodes}
 
     def hours(self) -> dict[str, float]:
-        """Hours of nodes, by role."""
+        """Node-hours by role."""
         hours: defaultdict[str, float] = defaultdict(float)
         for role, first, last in self._nodes.values():
             hours[role] += (last - first) / _HOUR_S
         return dict(sorted(hours.items()))
 
     def by_role(self) -> dict[str, float | None]:
-        """Dollars by role; None where the price is not known."""
+        """Dollars by role; None where the price is unknown."""
         return {
             role: None if (price := self._prices.get(role)) is None else price * hours
             for role, hours in self.hours().items()
         }
 
     def dollars(self) -> float | None:
-        """Of all roles; None where a price is not known."""
+        """Dollars of all roles; None if any price is unknown."""
         each = list(self.by_role().values())
         known = [dollars for dollars in each if dollars is not None]
         return sum(known) if len(known) == len(each) else None
 
     def is_over(self, budget: float | None) -> bool:
-        """Whether the budget, in dollars, is spent; without one, or where nobody knows, it never is."""
+        """Whether the budget, in dollars, is spent. False without a budget, or if the cost is unknown."""
         dollars = self.dollars()
         return budget is not None and dollars is not None and dollars >= budget
 
     def rows(self) -> list[dict[str, Any]]:
-        """A table: a row a role, and one of all where there are several."""
+        """Table rows: one per role, and a total if there are several roles."""
         hours, dollars = self.hours(), self.by_role()
         ever = {role: sum(node[0] == role for node in self._nodes.values()) for role in hours}
         rows = [_row(role, ever[role], hours[role], self._prices.get(role), dollars[role]) for role in hours]
@@ -74,8 +74,10 @@ class Meter:
 def split(
     dollars: Mapping[str, float | None], shares: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float] | None]:
-    """What the money of each role was for: `shares` of its time by what it did, as idle and stale, from 0 to 1, and the
-    rest useful; what is measured to be more than all of it is taken for all. None where the cost is not known."""
+    """Divide each role's cost by its use; None where the cost is unknown.
+
+    `shares` are fractions of the role's time by use, such as idle and stale; the rest is useful. Measured shares that
+    add up to more than 1 are scaled to 1."""
     parts: dict[str, dict[str, float] | None] = {}
     for role, spent in dollars.items():
         its = {what: max(0.0, share) for what, share in shares.get(role, {}).items()}

@@ -1,12 +1,11 @@
-"""`python -I -S guard.py RIGHT GRACE_S PROGRAM [ARGUMENT ...]`: a program that runs no longer than it has the right to.
+"""Run a program until its deadline: `python -I -S guard.py RIGHT GRACE_S PROGRAM [ARGUMENT ...]`.
 
-RIGHT is a descriptor, the read end of a pipe. A line in it says until when the program may run, in seconds of
-CLOCK_BOOTTIME, each one in the place of the one before. GRACE_S before that time the program is asked to end in order
-(SIGTERM); at that time it is killed, with what it has started. Once nobody holds the other end, who started this is
-gone, and the program is asked at once. What this process is asked (SIGINT, SIGTERM) it passes on, and it ends as the
-program does.
+RIGHT is the file descriptor of a pipe's read end. Each line read from it is a deadline in seconds of CLOCK_BOOTTIME and
+replaces the previous one. GRACE_S before the deadline the program gets SIGTERM. At the deadline the program's process
+group is killed. If the write end of the pipe closes, the parent is gone, and the program gets SIGTERM at once. This
+process passes SIGINT and SIGTERM on, and ends with the program's exit status.
 
-The last descriptor of a lock may be handed down to this process (`pass_fds`): it is held until the program has ended.
+A parent may pass the last descriptor of a lock (`pass_fds`). The lock is then held until the program has ended.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 1.0  # a wait does not go on while the machine sleeps, the right to run does
+_LOOK_S = 1.0  # longest wait: select's clock stops while the machine sleeps, the deadline's clock does not
 
 
 def main() -> int:
@@ -28,7 +27,7 @@ def main() -> int:
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(signum, lambda *_: None)  # they come by the pipe
+        signal.signal(signum, lambda *_: None)  # the wake-up pipe delivers them
     try:
         program = _start(argv)
     except OSError as error:
@@ -45,7 +44,7 @@ def main() -> int:
                 if signum != signal.SIGCHLD:
                     program.send_signal(signum)
         if right in ready:
-            if lines := os.read(right, 65536).split():  # each was written at once
+            if lines := os.read(right, 65536).split():  # each line was one write, so no line is cut
                 end = float(lines[-1])
             else:
                 sources.remove(right)
@@ -56,12 +55,12 @@ def main() -> int:
             _kill(program)
             end = float("inf")
         if (code := program.poll()) is not None:
-            _kill(program)  # the providers of a terraform that was killed
+            _kill(program)  # provider processes outlive a killed terraform
             return _as(code)
 
 
 def _start(argv: list[str]) -> subprocess.Popen[bytes]:
-    """The program, which the kernel asks to end when this process is killed."""
+    """Start the program. The kernel sends it SIGTERM if this process is killed."""
     libc, parent = ctypes.CDLL(None), os.getpid()
 
     def tie() -> None:
@@ -82,7 +81,7 @@ def _now() -> float:
 
 
 def _as(code: int) -> int:
-    """The exit status of the program; by its signal where it ended by one."""
+    """The exit status of the program; if a signal ended the program, die of the same signal."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)

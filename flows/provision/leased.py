@@ -1,17 +1,19 @@
-"""The nodes of a run under its lease (leases.py): made, replaced and ended by one at a time, whatever dies meanwhile.
+"""The nodes of a run under its lease: one process at a time creates, replaces and destroys them.
 
-Before anything is changed the lease is renewed in the store, so that whoever has lost it learns so first; and what
-terraform is at ends with the lease. Then what an earlier holder may have left is put in order:
+A process needs the lease (leases.py), and renews it in the store before every change. So a process that has lost the
+lease learns it first. A running terraform ends with the lease at the latest. Then the holder cleans up after an earlier
+holder:
 
-- A lock of Terraform's state that is older than the lease is removed. Its terraform has ended: it ends with the process
-  that started it, and at the latest with the lease under which that was (guard.py); and this lease was taken once that
-  one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
-- What the cloud holds of the run and no state does, as it was made in the moment of a death or its state could not be
-  stored, is ended.
-- Where the earlier holder was ending the nodes, all that there is is ended before anything is made: he may stand still
-  before his last call, and go on later. By then what it names is gone, and its name is not given again (aws.py).
+- It removes a lock of Terraform's state that is older than the lease. The terraform that took the lock has ended: it
+  ends with its parent process, and at the latest with its lease (guard.py). This lease was taken after that one ran
+  out, or from an earlier process in the same folder. A living terraform would still hold the lock of that folder.
+- It deletes cloud resources of the run that no Terraform state holds. Such resources appear if terraform is killed or
+  can't store its state.
+- If an earlier holder was destroying the nodes, it deletes all resources of the run before it creates any. The earlier
+  holder may be suspended just before its last call and make it later. By then the resource is gone, and its name is
+  not reused (aws.py).
 
-So what failed or was killed half-way is put right by the next `make` or `end`, here or anywhere.
+So the next `make` or `end` repairs a failed or killed change, on this machine or any other.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEASE_S = 900.0
-_PAUSE_S = 5.0  # before what failed for reasons that pass is tried again; each of three times twice as long
-_GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
-_STORE_S = 30.0  # likewise, of patience with the store
-_EPOCH = 6  # digits: IAM's names have room for no more
-_BUSY_S = 5.0  # at least, for another command of this machine
-_STOP_S = 3.0  # for a terraform that runs to end in order, once this process is asked to end
+_PAUSE_S = 5.0  # before the first of three retries after a transient failure; doubles each time
+_GRACE_S = 60.0  # upper limit, beside a sixth of the lease: time for terraform to end in order before the lease does
+_STORE_S = 30.0  # upper limit, beside a sixth of the lease: patience with the store
+_EPOCH = 6  # hexadecimal digits: IAM's names have room for no more
+_BUSY_S = 5.0  # least patience with another command on this machine
+_STOP_S = 3.0  # time for a running terraform to end in order once this process is asked to end
 _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
     r"|could not connect|connection was closed|unable to parse response"
     r"|Saved plan is stale|IncorrectState|OperationAborted|interrupted|halted|canceled"
-    r"|DependencyViolation|DeleteConflict|InvalidPlacementGroup\.InUse"  # what uses it is about to be gone
-    r"|AlreadyExists|\.Duplicate",  # made by a call whose answer was lost: in no state, hence ended before the next try
+    r"|DependencyViolation|DeleteConflict|InvalidPlacementGroup\.InUse"  # the resource that uses it is being deleted
+    r"|AlreadyExists|\.Duplicate",  # the creating call lost its response: not in a state; the next try deletes it
     re.IGNORECASE,
 )
 _LASTING = re.compile(r"(?<!Request)LimitExceeded|InsufficientInstanceCapacity|Unauthorized|AccessDenied")
@@ -66,16 +68,16 @@ Show = Callable[[Plan], None]
 
 
 class LeasedNodes:
-    """A context: the nodes of one run, while this process has their lease. Threads may share it.
+    """Context manager for the nodes of one run while this process holds their lease. Thread-safe.
 
-    Leaving it ends nothing. Where something was, or may have been, made, the lease of a flow then runs out, unless
-    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back. A
-    flow that leaves it because it is asked to end (an exception that is no Exception) hands its nodes over.
+    Leaving the context destroys no node. If it created nothing, the lease is given back. Otherwise a command puts the
+    lease down. A flow's lease runs out, and the reaper destroys the nodes unless another process of the run takes the
+    lease over before. If the process is asked to end (an exception that is no Exception), a flow hands its nodes over
+    to the reaper.
 
-    Raises ConfigError; HeldError where somebody else is at the nodes; LeaseLostError, a ProcessError, once somebody
-    else has taken the lease; StorageError; and ProvisionError with what Terraform or the cloud says. What fails for
-    reasons that pass (throttling, 5xx, a killed terraform) has then been tried a few times.
-    """
+    Raises ConfigError, StorageError, and ProvisionError with the message of Terraform or the cloud. Raises HeldError if
+    another process holds the lease, and LeaseLostError, a ProcessError, once another process has taken it. Transient
+    failures (throttling, 5xx, a killed terraform) are retried three times first."""
 
     def __init__(
         self,
@@ -91,10 +93,12 @@ class LeasedNodes:
         cloud: Aws | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
-        `kept_until` (seconds since 1970) without a holder. One that is held, perhaps by somebody who is dead, is waited
-        for, for `patience_s`: a flow's waits as long as a dead one's takes to run out, unless it is renewed. `prices`
-        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made."""
+        """Prepare; `request` and `state` are those of Nodes.
+
+        `length_s` is the length of the lease in seconds; the holder renews it. Without a holder, nodes live until
+        `kept_until` (seconds since 1970). `patience_s` is the longest wait for a held lease. By default a flow waits
+        until a dead holder's lease would run out, and a command does not wait. `prices` are dollars an hour of a node,
+        by role. `leases` and `cloud` default to those of the root module `control`."""
         self.request, self._state, self._log = completed(request, control_outputs(state)), state, log
         self._by: By = by
         self._length_s, self._kept_until = length_s, kept_until
@@ -109,10 +113,10 @@ class LeasedNodes:
         self.run = str(self.request["run"])
         self._changing = threading.RLock()
         self._metering = threading.Lock()
-        self._hosts: list[Host] = []  # as they were seen last
+        self._hosts: list[Host] = []  # as last seen
         self._closing = threading.Event()  # the nodes are being handed over
-        self._touched = self._over = False  # something may have been made; the lease is no longer this one's
-        self._failed = False  # a terraform since the state was put in order
+        self._touched = self._over = False  # a node may have been created; the lease has been let go
+        self._failed = False  # a terraform has failed since the last cleanup
         self._stack = ExitStack()
 
     def __enter__(self) -> LeasedNodes:
@@ -150,31 +154,34 @@ class LeasedNodes:
         self._stack.__exit__(*raised)
 
     def check(self) -> None:
-        """Raises LeaseLostError once somebody else has the lease, or is to have it."""
+        """Raise LeaseLostError if another process has taken the lease or is about to take it."""
         if self._closing.is_set():
             raise LeaseLostError(f"run {self.run}: its nodes were handed over, to be ended by the reaper")
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
     def make(self, on_plan: Show = lambda plan: None) -> list[Host]:
-        """Have the nodes be as requested: `on_plan` is shown what would change, and may refuse it by raising; then just
-        that is done. A plan that has become stale is made, and shown, again."""
+        """Create or change the nodes as requested, and return them.
+
+        `on_plan` receives the plan and may refuse it by raising. Only the planned changes are applied. A stale plan is
+        made and shown again."""
         return self._changed(self._nodes.plan, on_plan)
 
     def replace(self, names: Iterable[str], on_plan: Show = lambda plan: None) -> list[Host]:
-        """Make these hosts anew, by their names, and what else is missing; all hosts that there are then."""
+        """Create the named hosts anew, and any missing ones; return all hosts of the run."""
         with self._changing:
             before = {host.name: host.id for host in self._nodes.hosts()}
             bad = {name: before.get(name) for name in names}
 
-            def plan() -> Plan:  # an apply that failed half-way may have replaced some
+            def plan() -> Plan:  # a partly failed apply may have replaced some
                 now = {host.name: host.id for host in self._nodes.hosts()}
                 return self._nodes.plan(replace=[name for name, id_ in bad.items() if now.get(name) == id_])
 
             return self._changed(plan, on_plan)
 
     def end(self, on_plan: Show = lambda plan: None) -> None:
-        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
+        """Destroy the nodes, check that nothing of them is left, and give the lease back.
+        `on_plan` is that of `make`."""
         with self._changing:
             self._tried(lambda: self._end(on_plan))
             self._held.release()
@@ -182,14 +189,13 @@ class LeasedNodes:
             self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
-        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. Takes a few seconds,
-        whatever other threads are at; again is fine.
+        """Leave the nodes to the reaper, which destroys them on its next look.
 
-        From now on no thread starts anything: terraform refuses to start, pauses end, and every step raises
-        LeaseLostError. The lease is put down once no terraform runs, as the next holder may begin at once; not before,
-        as two would be at the nodes. A terraform whose end isn't seen in time, though its guard has been told to kill
-        it, costs the next holder the margin of the clocks. What may be left of a thread is one call to the cloud, which
-        ends something that no state holds, and whose id or name is not given again."""
+        Takes a few seconds, and may be repeated. From now on no thread starts a change: terraform refuses to start,
+        pauses end, and every step raises LeaseLostError. The lease is put down once no terraform runs, because the next
+        holder may begin at once. If terraform does not end in time, its guard still kills it, and the next holder waits
+        for the clock margin. A thread may still make one call to the cloud. That call deletes a resource that no state
+        holds, and its id or name is not reused."""
         if self._over:
             return
         self._closing.set()
@@ -198,7 +204,7 @@ class LeasedNodes:
         self._let_go(lambda: self._held.put_down(keep=False, at_once=ended))
 
     def spent(self) -> Meter:
-        """What the nodes have cost until now; earlier processes of the run included."""
+        """Cost of the nodes so far, including earlier processes of the run."""
         with self._metering:
             self._observe()
             return Meter({}, self._meter.noted())
@@ -210,7 +216,7 @@ class LeasedNodes:
             self._settle()
             planned = plan()
             on_plan(planned)
-            self._apply(planned)  # even where nothing is to change: what it tells of the hosts may be
+            self._apply(planned)  # even without changes: the outputs may differ
             return self._nodes.hosts()
 
         with self._changing:
@@ -222,7 +228,7 @@ class LeasedNodes:
         self._seen([host for host in self._nodes.hosts() if host.id in there])
         planned = self._nodes.plan_end()
         on_plan(planned)
-        self._apply(planned)  # even where nothing is left: the state may say otherwise
+        self._apply(planned)  # even if nothing is left: the state may still list resources
         self._seen([])
         self._cloud.end(self._cloud.found(self.run), self._confirm)
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
@@ -245,12 +251,14 @@ class LeasedNodes:
             return change()
         except ProvisionError as error:
             self._failed |= not isinstance(error, LockedError)
-            self.check()  # it may have failed because the lease is lost
+            self.check()  # the lost lease may be the reason
             raise
 
     def _settle(self, *, ending: bool = False) -> None:
-        """Put in order what an earlier holder, or a failure, has left. What a terraform that has failed has left locked
-        is older than a lease that is taken anew: whoever else had locked the state was waited for."""
+        """Clean up after an earlier holder or a failure.
+
+        After a failed terraform the lease is renewed as if taken now. Then the lock that terraform left is older than
+        the lease. Any other holder of the lock was waited for."""
         begun = self._held.lease.ending and not ending
         self._held.renew(anew=self._failed, ending=ending or None)
         self._failed = False
@@ -269,8 +277,8 @@ class LeasedNodes:
         self._held.confirm()
 
     def _unlock(self) -> None:
-        """By its id: one that somebody has taken since is left, but for the moment in which terraform itself looks and
-        deletes."""
+        """Remove an old lock of Terraform's state by its id, so that a newer lock stays.
+        Terraform looks and deletes in two steps, so a lock taken between them is lost."""
         lock = self._lock()
         if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return
@@ -278,11 +286,11 @@ class LeasedNodes:
         try:
             self._nodes.terraform.unlock(lock["ID"])
         except ProvisionError:
-            if self._lock() == lock:  # else it was removed meanwhile
+            if self._lock() == lock:  # otherwise another process has removed it
                 raise
 
     def _lock(self) -> dict[str, Any] | None:
-        """Of Terraform's state."""
+        """The lock of Terraform's state: a dict with ID, Created and Who; None if there is none."""
         try:
             return json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
         except MissingError:
@@ -300,11 +308,11 @@ class LeasedNodes:
         self._held.note(self._meter.noted())
 
     def _lost(self, reason: str) -> None:
-        self._nodes.terraform.extend()  # to its end: nothing remains
+        self._nodes.terraform.extend()  # remaining_s is 0 now, so the guard ends terraform
         _log.error(reason)
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What becomes of a lease that was not given back."""
+        """Give back, put down or hand over a lease that is still held when the context is left."""
         if self._over or self._held.lost is not None:
             return
         if not self._touched:
@@ -323,13 +331,13 @@ class LeasedNodes:
 
 
 class LeftError(ProvisionError):
-    """Something of a run is still there, or still listed, after it was ended."""
+    """A resource of a run still exists, or is still listed, after its deletion."""
 
 
 def tried(
     run: str, change: Callable[[], T], log: Callable[[str], None], pause: Callable[[float], object] = time.sleep
 ) -> T:
-    """Return what `change` returns. It is called up to four times, while it fails for reasons that pass."""
+    """Return the result of `change`. Repeat it up to three times if it fails with a transient error."""
     for pause_s in (_PAUSE_S, 2 * _PAUSE_S, 4 * _PAUSE_S):
         try:
             return change()
@@ -342,22 +350,22 @@ def tried(
 
 
 def passes(error: ProvisionError | StorageError) -> bool:
-    """Whether the same may succeed a little later."""
+    """Whether an error is transient: the same call may succeed a little later."""
     if isinstance(error, KilledError | LockedError | LeftError | StorageError):
         return True
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 
 
 def cloud_of(foundation: Mapping[str, Any]) -> Aws:
-    """What `control` has made it in."""
-    from flows.provision.aws import Aws  # boto3 is dear to import
+    """The cloud account and region of a foundation, an output of the root module `control`."""
+    from flows.provision.aws import Aws  # boto3 is slow to import
 
     return Aws(foundation.get("region"), foundation.get("vpc_id"))
 
 
 def _place(folder: Path) -> str:
-    """The folder, as no other on any machine, clones of this one's disk included. After a boot it is another place: an
-    earlier process's lease is waited for, as others wait for it."""
+    """An identifier of this folder, this machine's disk and this boot.
+    A process of an earlier boot counts as elsewhere, so its lease is waited for."""
     mark = folder / "place"
     if not mark.exists():
         mark.write_text(secrets.token_hex(8))

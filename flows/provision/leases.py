@@ -1,15 +1,15 @@
-"""The lease that the nodes of a run live by: who may change them, and until when they may live without anybody.
+"""Leases: which process may change a run's nodes, and how long nodes may live without an owner.
 
-One object a run, `terraform/leases/RUN.json` of the store, out of reach of the nodes. It is written only over what was
-read (`Storage.put_over`), so that of several who want it one has it, and whoever has lost it learns so from his next
-write; who is about to change nodes writes first. It holds all that is needed to end the nodes without the one who made
-them. A lease that was given back is an empty object, which a list tells; it stays, as the name of a run that was here.
+A lease is one object per run in the store, `terraform/leases/RUN.json`. Nodes can't reach it. Every write is a
+compare-and-swap (`Storage.put_over`): exactly one claimant wins, and a former holder learns of its loss at its next
+write. A holder therefore writes before it changes nodes. The lease holds everything needed to destroy the nodes without
+their creator. A returned lease is an empty object, which records that the run existed.
 
-Clocks. A lease says until when it is held by the wall clock of its holder, who renews it every third of its length. He
-counts from before he asked, by a clock that goes on while his machine sleeps, and when that is over he stops, and so
-does the terraform that he has started (guard.py), even where he himself stands still. Others take the lease `MARGIN_S`
-later, by their own wall clocks: two of them may differ by so much, and nobody works beside another. Should they differ
-by more, the first one still learns of it at his next write, at most a third of the lease's length later.
+Clocks: a lease names its end by the wall clock of its holder, who renews it after every third of its length. The holder
+counts from before its request, by a clock that runs while the machine sleeps. At the end it stops, and guard.py stops
+its terraform, even if the holder itself is suspended. Others take the lease `MARGIN_S` later by their own wall clocks.
+So two processes never work on the nodes at once if their clocks differ by at most `MARGIN_S`. If they differ by more,
+the former holder learns it at its next write, at most a third of the lease's length later.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from areal_core.storage.objects import Storage
 By = Literal["flow", "command", "reaper"]
 Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 
-MARGIN_S = 60.0  # by which the wall clocks of two machines may differ
+MARGIN_S = 60.0  # largest difference of two machines' wall clocks
 ROOT = "terraform/leases"
-_LOOK_S = 2.0  # between two looks at a lease that is waited for
-_UNREADABLE = (ValueError, RecursionError)  # msgspec's errors among them
+_LOOK_S = 2.0  # interval of reads while waiting for a lease
+_UNREADABLE = (ValueError, RecursionError)  # includes msgspec's errors
 _log = logging.getLogger(__name__)
 
 
 class HeldError(ProvisionError):
-    """Somebody else has the lease."""
+    """Another process holds the lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds since 1970; seconds that pass while the machine sleeps, too; and a way to let them pass."""
+    """Clocks in seconds: wall time since 1970, elapsed time with machine sleep, and a sleep function."""
 
     wall: Callable[[], float] = time.time
     passed: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -57,46 +57,46 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimant:
-    """Who wants a lease."""
+    """A process that wants a lease."""
 
-    owner: str  # whose the nodes are: a person
+    owner: str  # the person who owns the nodes
     by: By
-    where: str  # the one folder whose lock the claimant has: whoever had the lease there is dead
-    holder: str = field(default_factory=lambda: secrets.token_hex(16))  # nobody else's
+    where: str  # the folder whose lock the claimant has, so an earlier holder there is dead
+    holder: str = field(default_factory=lambda: secrets.token_hex(16))  # unique
 
 
 class Spent(TypedDict, total=False):
-    """What cost.py notes."""
+    """State of a cost meter (cost.py)."""
 
     prices: dict[str, Number]
     nodes: dict[str, tuple[str, Number, Number]]
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """What the object says. Times are seconds since 1970."""
+    """Content of a lease object. Times are in seconds since 1970."""
 
     run: str
     owner: str
     by: By
     where: str
     holder: str
-    beat: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # how often it was written
+    beat: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # number of writes
     taken_at: Number
-    held_until: Number | None  # None: nobody is at the nodes
-    kept_until: Number | None = None  # how long they may live without anybody; None: not at all
-    ending: bool = False  # somebody has begun to end the nodes, and his last call may be to come
+    held_until: Number | None  # None: no holder
+    kept_until: Number | None = None  # end of the nodes without a holder; None: at once
+    ending: bool = False  # a process has begun to destroy the nodes, and its last call may still come
     root: str = "run"  # the root module of infra/terraform
-    request: dict[str, Any] | None = None  # all variables of it; None: not known
-    spent: Spent = {}  # what the nodes have cost so far
+    request: dict[str, Any] | None = None  # all variables of `root`; None: unknown
+    spent: Spent = {}  # cost of the nodes so far
 
     @property
     def expires_at(self) -> float:
-        """After which the nodes are to be ended; 0.0: at once."""
+        """Time after which the nodes are to be destroyed; 0.0 means at once."""
         return max(self.held_until or 0.0, self.kept_until or 0.0)
 
     @property
     def expires(self) -> str:
-        """The same, for people."""
+        """`expires_at` as text, in UTC."""
         return _utc(self.expires_at)
 
 
@@ -118,18 +118,17 @@ class Leases:
         kept_until: float | None = None,
         patience_s: float = 0.0,
     ) -> Held:
-        """The lease of a run: a new one, one that has run out or was put down, or that of an earlier process in the
-        same place. One that is held, perhaps by somebody who is dead, is waited for, for `patience_s`; but not once its
-        holder has renewed it meanwhile. A reaper gets those alone that are over, with the `request` in them.
+        """Take a run's lease if it is new, over, put down, or held by an earlier process in the same place.
 
-        Raises HeldError.
-        """
+        A lease that another process holds is waited for, up to `patience_s`, unless its holder renews it meanwhile. A
+        reaper gets only leases that are over, and keeps the `request` in them. Raises HeldError if the lease can't be
+        had."""
         waits_since, first = self.clock.passed(), None
         while True:
             found, mark = self._read(run)
             if found and (refusal := self._refusal(found, claimant)):
                 first = first or found
-                lives = found.by != "reaper" and found.beat != first.beat  # a reaper is done soon
+                lives = found.by != "reaper" and found.beat != first.beat  # a reaper ends soon
                 if lives or claimant.by == "reaper" or self.clock.passed() - waits_since >= patience_s:
                     raise HeldError(refusal)
                 self.clock.sleep(_LOOK_S)
@@ -150,22 +149,22 @@ class Leases:
                 spent=found.spent if found else {},
             )
             held = Held(self, lease, mark, length_s, began, fresh=found is None)
-            if held.write(lease):  # else somebody else was faster
+            if held.write(lease):  # otherwise another claimant was faster
                 return held
 
     def read(self, run: str) -> Lease | None:
-        """The lease of a run; None where there is none, or it was given back. An object that can't be read is told of
-        and counts as one that is over, of which nobody knows what was asked for."""
+        """The lease of a run; None if there is none or it was given back.
+        An unreadable object is logged and counts as a lease that is over, with an unknown request."""
         return self._read(run)[0]
 
     def is_over(self, lease: Lease) -> bool:
-        """Whether nobody has its nodes, nor may they live on."""
+        """Whether the lease has no holder and its nodes may not live on."""
         if lease.held_until is None and lease.kept_until is None:
             return True
         return self.clock.wall() > lease.expires_at + self.margin_s
 
     def live(self) -> list[str]:
-        """Runs with a lease that was not given back, over or not."""
+        """Runs whose lease was not given back, over or not."""
         return [PurePosixPath(name).stem for name, size in self.storage.sizes(ROOT).items() if size]
 
     def known(self) -> list[str]:
@@ -175,7 +174,7 @@ class Leases:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _refusal(self, found: Lease, claimant: Claimant) -> str | None:
-        """Why a lease that is there can't be had."""
+        """Why the claimant can't have the existing lease; None if it can."""
         now = self.clock.wall()
         if claimant.by == "reaper":
             return (
@@ -194,7 +193,7 @@ class Leases:
         return None
 
     def _read(self, run: str) -> tuple[Lease | None, str | None]:
-        """The lease, and the mark of its object."""
+        """The lease and its mark for the next compare-and-swap."""
         data, mark = Marked(self.storage, name_of(run)).read()
         if not data:
             return None, mark
@@ -210,19 +209,18 @@ class Leases:
 
 
 class Held:
-    """A lease, in the hands of its holder; as a context it is renewed, by a thread. Threads may share it.
+    """A lease held by this process. As a context manager it renews the lease in a thread. Thread-safe.
 
-    Raises LeaseLostError once somebody else has it, and StorageError.
-    """
+    Raises StorageError, and LeaseLostError once another process has the lease."""
 
     def __init__(
         self, leases: Leases, lease: Lease, mark: str | None, length_s: float, began: float, *, fresh: bool
     ) -> None:
-        """`began` is when it was asked for."""
+        """`began` is the elapsed time (`Clock.passed`) just before the request for the lease."""
         self.lease = lease
-        self.fresh = fresh  # there was none before
-        self.lost: str | None = None  # why
-        self._over: str | None = None  # how this holder has ended it
+        self.fresh = fresh  # there was no lease before
+        self.lost: str | None = None  # reason of the loss
+        self._over: str | None = None  # "put down" or "given back"
         self._spent: Mapping[str, Any] = lease.spent
         self._leases, self._mark, self._length_s, self._began = leases, mark, length_s, began
         self._writing = threading.RLock()
@@ -232,14 +230,16 @@ class Held:
         self.on_lost: Callable[[str], None] = lambda reason: None
 
     def remaining_s(self) -> float:
-        """For how long it is held, whatever happens to it."""
+        """Seconds until the lease ends without a renewal."""
         if self.lost is not None or self._over is not None:
             return 0.0
         return self._began + self._length_s - self._leases.clock.passed()
 
     def renew(self, *, anew: bool = False, ending: bool | None = None) -> None:
-        """Show that it is held, and hold it for its whole length from now on. `anew`: as if it were taken now.
-        `ending`: whether somebody is ending the nodes; None: as before."""
+        """Renew the lease for its whole length from now on.
+
+        `anew` also sets `taken_at` to now. `ending` sets whether the nodes are being destroyed; None leaves it
+        unchanged."""
         with self._writing:
             began, now = self._leases.clock.passed(), self._leases.clock.wall()
             changes: dict[str, Any] = {"held_until": now + self._length_s} | ({"taken_at": now} if anew else {})
@@ -249,27 +249,29 @@ class Held:
         self.on_renewed()
 
     def confirm(self) -> None:
-        """Before each of many changes: raises LeaseLostError where it is lost; a lease that is nearly over is renewed
-        first."""
+        """Raise LeaseLostError if the lease is lost; renew it if less than a third remains.
+        Call it before each of many changes."""
         self._check()
         if self.remaining_s() < self._length_s / 3:
             self.renew()
 
     def note(self, spent: Mapping[str, Any]) -> None:
-        """What the nodes have cost, to be written with the next renewal."""
+        """Set the cost of the nodes; the next renewal writes it."""
         self._spent = dict(spent)
 
     def put_down(self, *, keep: bool = True, at_once: bool = True) -> None:
-        """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are. Not
-        `at_once`: others take it as one that runs out now, once clocks can't differ over that."""
+        """Let go of the lease, so that any process may take it.
+
+        With `keep` the nodes live on until `kept_until`. Without `at_once`, others treat the lease as one that runs out
+        now, and wait for the clock margin."""
         with self._writing:
-            self._began = -math.inf  # should the answer be lost, it is renewed first
+            self._began = -math.inf  # if the response is lost, the next step renews the lease first
             until = None if at_once else self._leases.clock.wall()
             self._change(held_until=until, **({} if keep else {"kept_until": None}))
             self._over = "put down"
 
     def release(self) -> None:
-        """Give it back; nothing may be left of the nodes."""
+        """Give the lease back. No node may be left."""
         with self._writing:
             self._check()
             self._began = -math.inf
@@ -283,14 +285,14 @@ class Held:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It is neither given back nor put down."""
+        """Stop renewing. The lease is neither given back nor put down."""
         assert self._renewing is not None
         self._ended.set()
         self._renewing.join()
 
     def write(self, lease: Lease | None) -> bool:
-        """Write it over what was there when this holder wrote, or read, it last; whether it is his now. None: give it
-        back."""
+        """Write over this holder's last read or write, and return whether the lease is ours.
+        None gives the lease back."""
         data = msgspec.json.encode(lease) if lease else b""
         mark = Marked(self._leases.storage, name_of(self.lease.run)).write(data, self._mark, self._is_ours)
         if mark is None:
@@ -325,7 +327,7 @@ class Held:
         return LeaseLostError(self.lost)
 
     def _keep(self) -> None:
-        """Renew it every third of its length; oftener once that has failed."""
+        """Renew the lease after every third of its length, and more often after a failure."""
         wait_s = self._length_s / 3
         while not self._ended.wait(wait_s):
             try:
@@ -346,5 +348,5 @@ def _utc(seconds: float) -> str:
 
 
 def name_of(run: str) -> str:
-    """The object of a run's lease."""
+    """Name of a run's lease object in the store."""
     return f"{ROOT}/{run}.json"

@@ -1,6 +1,6 @@
-"""The nodes of one run, as the root module `run` makes them: planned, made, told, ended.
+"""The nodes of one run: the Terraform root module `run` with its variables, state and outputs.
 
-What `control` has made (`make control`) is found in its state, so that a request need not repeat it.
+The state of the root module `control` (`make control`) supplies defaults, so that a request need not repeat them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from areal_core.errors import ConfigError
 from areal_core.launch.supervisor import FileLock
 from flows.provision.terraform import Plan, Terraform
 
-_BUSY_S = 5.0  # for another command of this machine to end
+_BUSY_S = 5.0  # patience with another command on this machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A node that there is."""
+    """A node that exists, or a host that the user provides."""
 
-    name: str  # generation-0
+    name: str  # such as generation-0
     role: str
-    address: str  # that the other nodes reach
-    id: str  # the cloud's
-    type: str  # the cloud's name for such machines
+    address: str  # address for the other nodes; empty if unknown
+    id: str  # the cloud's id
+    type: str  # the cloud's instance type; empty if unknown
     spot: bool
 
 
 class Nodes:
-    """A context: the nodes of a run, while nobody else on this machine works on them. Raises ConfigError and
-    ProvisionError."""
+    """Context manager for the nodes of a run, exclusive on this machine.
+    Raises ConfigError and ProvisionError."""
 
     def __init__(
         self,
@@ -42,16 +42,18 @@ class Nodes:
         busy_s: float = _BUSY_S,
         **options: Any,
     ) -> None:
-        """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
-        `control` where it has none. `state` is the state folder of this checkout. Whoever works
-        on the run's nodes from this machine is waited for, for `busy_s`, a terraform whose parent has died included.
-        `options` are those of Terraform."""
+        """Lock the run's folder and prepare Terraform.
+
+        `request` holds variables of the root module `run`. The outputs of `control` supply a missing `foundation` and
+        Prefect address. `state` is the state folder of this checkout. `busy_s` is the longest wait for another process
+        on this machine that works on the nodes, including a terraform whose parent has died. `options` are those of
+        Terraform."""
         self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
         self.folder = state / "provision" / self.run
         self.folder.mkdir(parents=True, exist_ok=True)
         foundation = self.variables["foundation"]
-        self.state_name = f"terraform/runs/{self.run}.tfstate"  # of Terraform's state in the bucket
+        self.state_name = f"terraform/runs/{self.run}.tfstate"  # Terraform's state in the bucket
         where = {"key": self.state_name} | {k: foundation[k] for k in ("bucket", "region")}
         self._lock = FileLock(
             self.folder / "lock",
@@ -68,23 +70,23 @@ class Nodes:
         self._lock.release()
 
     def plan(self, *, replace: Iterable[str] = ()) -> Plan:
-        """What is to change for the nodes to be as requested; `replace` names hosts that are bad."""
+        """Plan the changes that make the nodes as requested; `replace` names hosts to recreate."""
         roles = {name: name.rpartition("-")[0] for name in replace}
         bad = [f'module.nodes["{role}"].aws_instance.node["{name}"]' for name, role in roles.items()]
         return self.terraform.plan(self.variables, replace=bad)
 
     def plan_end(self) -> Plan:
-        """What there is to end."""
+        """Plan the destruction of all nodes."""
         return self.terraform.plan(self.variables, destroy=True)
 
     def hosts(self) -> list[Host]:
-        """Those that Terraform's state holds, by their names."""
+        """Hosts in Terraform's state, sorted by role and index."""
         hosts = [Host(**host) for host in self.terraform.outputs().get("hosts", [])]
         return sorted(hosts, key=lambda host: (host.role, int(host.name.rpartition("-")[2])))
 
 
 def control_outputs(state: Path) -> dict[str, Any]:
-    """What the root module `control` says of what it has made; nothing where it has made nothing here."""
+    """Outputs of the root module `control`; empty if it was not applied from this checkout."""
     try:
         told = json.loads((state / "control" / "terraform.tfstate").read_text())["outputs"]
     except FileNotFoundError:
@@ -93,7 +95,7 @@ def control_outputs(state: Path) -> dict[str, Any]:
 
 
 def completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[str, Any]:
-    """All variables of the root module. Raises ConfigError."""
+    """All variables of the root module `run`. Raises ConfigError."""
     variables = dict(request)
     if not variables.get("run"):
         raise ConfigError("run: must be the id of a run")
@@ -108,22 +110,22 @@ def completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[st
     return variables | {"prefect": prefect}
 
 
-# ---- what a cloud holds of runs that no state of Terraform has: it never entered one, or was removed (aws.py) ----
+# ---- cloud resources of runs, whether or not a Terraform state holds them (aws.py) ----
 
 
-NODE = "aws_instance"  # kind of what is a node
+NODE = "aws_instance"  # kind of a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Something that there is of a run."""
+    """A cloud resource of a run."""
 
-    kind: str  # as Terraform calls it: aws_instance
-    id: str  # as Terraform has it in its states
+    kind: str  # Terraform's resource type, such as aws_instance
+    id: str  # id in Terraform's states
     run: str
-    role: str | None = None  # of a node
-    since: float | None = None  # when it was made, in seconds since 1970; None: nobody knows
-    near: bool = False  # it is in the network that `control` has made, whatever other stores the account has
+    role: str | None = None  # role of a node
+    since: float | None = None  # creation time, in seconds since 1970; None: unknown
+    near: bool = False  # in the VPC that `control` made; an account may have several stores
 
     @property
     def key(self) -> tuple[str, str]:

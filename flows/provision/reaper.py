@@ -1,12 +1,12 @@
-"""The reaper ends nodes that nobody has any more: those whose lease is over, and what is left of runs without a lease.
+"""The reaper: destroys nodes whose lease is over, and resources of runs without a lease.
 
-It takes the lease, so that an owner who comes back learns that it is lost. It ends what the cloud holds of the run, by
-the cloud's own calls, sees that nothing is left, and gives the lease back. It needs no Terraform, whose next plan finds
-what is gone. Last comes the sweep. A lease comes before everything that is made under it, and is given back once
-nothing is left. So what has none is nobody's.
+The reaper takes the lease, so that a returning owner learns that the lease is lost. It deletes the run's resources with
+the cloud's own calls, checks that nothing is left, and gives the lease back. It needs no Terraform; Terraform's next
+plan notices the deleted resources. At last it sweeps resources of runs without a lease. They have no owner, because a
+lease is written before the first resource and given back after the last.
 
-It may be killed at any point, and several may run at once: what is not done, the next one does, once the lease of this
-one has run out.
+The reaper may be killed at any point, and several reapers may run at once. After the lease of a killed reaper has run
+out, the next reaper does its work.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from flows.provision.nodes import NODE, Found, control_outputs
 if TYPE_CHECKING:
     from flows.provision.aws import Aws
 
-LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
-YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
+LEASE_S = 300.0  # short, so that the next reaper soon takes over from a killed one
+YOUNG_S = 300.0  # younger resources without a lease are left to the next reaper
 _AT_ONCE = 4
-_STORE_S = 30.0  # of patience with the store
+_STORE_S = 30.0  # patience with the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """What has become of a run's nodes."""
+    """Result of reaping one run."""
 
     run: str
     owner: str = "-"
-    over_since: str = "-"  # when the lease was over
-    ended: str = ""  # what was ended: how many of each kind
-    cost: str = "-"  # of all nodes of the run; "-" where it is not known whether there were any
-    failed: str | None = None  # why it is to be tried again
+    over_since: str = "-"  # end of the lease
+    ended: str = ""  # number of deleted resources of each kind
+    cost: str = "-"  # cost of all nodes of the run; "-" if no node is known
+    failed: str | None = None  # reason of a failure; the next reaper retries
 
     def __str__(self) -> str:
         done = f"run {self.run}: {self.ended or 'nothing'} ended"
@@ -55,7 +55,7 @@ class Reaped:
 def reaper_of(
     state: Path, store: str | None, log: Callable[[str], None], forget: Callable[[str], None] = lambda run: None
 ) -> Reaper | None:
-    """The reaper of the store at this location, or of the one that `control` has made here; None where neither is.
+    """The reaper of the store at URL `store`, or of the store of `control`; None if neither is known.
     Raises StorageError."""
     foundation = control_outputs(state).get("foundation", {})
     url = store or (f"s3://{foundation['bucket']}" if foundation else None)
@@ -66,7 +66,7 @@ def reaper_of(
 
 
 class Reaper:
-    """Of one store and the clouds of its runs."""
+    """The reaper of one store and of the clouds of its runs."""
 
     def __init__(
         self,
@@ -80,21 +80,22 @@ class Reaper:
         forget: Callable[[str], None] = lambda run: None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`state` is the state folder of this checkout; `cloud_of` gives the cloud of a foundation, and `foundation` is
-        the one that is swept, as far as it is known: region and vpc_id. `forget` removes what else there is of a run
-        that has ended, while nobody else can have its lease."""
+        """`state` is the state folder of this checkout. `cloud_of` returns the cloud of a foundation.
+
+        `foundation` is the foundation to sweep, as far as known: region and vpc_id. `forget` removes other traces of a
+        destroyed run; it is called while this reaper holds the run's lease."""
         self._leases, self._state, self._cloud_of, self._foundation = leases, state, cloud_of, foundation
         self._length_s, self._young_s, self._forget, self._log = length_s, young_s, forget, log
 
     def reap(self) -> list[Reaped]:
-        """End what is to be ended; what has failed is told, and raises nothing. Raises StorageError where the leases
-        can't be listed."""
+        """Destroy all nodes that are due.
+        Failures are logged and returned, not raised. Raises StorageError if the leases can't be listed."""
         with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
             each = list(threads.map(self._reap, sorted(self._leases.live())))
         return [one for one in (*each, *self._sweep()) if one is not None]
 
     def _reap(self, run: str) -> Reaped | None:
-        """None where there is nothing to do."""
+        """Destroy the nodes of a run if its lease is over; None if there is nothing to do."""
         try:
             lease = self._leases.read(run)
         except ArealError as error:
@@ -105,7 +106,8 @@ class Reaper:
         return self._end(Reaped(run=run, owner=lease.owner, over_since=since))
 
     def _end(self, known: Reaped) -> Reaped | None:
-        """What is known of a run, and what was ended of it; None where somebody else was faster."""
+        """Destroy the nodes of a run, and complete `known` with the result.
+        None if another process was faster."""
         run = known.run
         try:
             claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")
@@ -126,7 +128,7 @@ class Reaper:
         return self._told(replace(known, ended=ended, cost=_cost(meter)))
 
     def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:
-        """End what the cloud holds of the run; `found` and `meter` learn of it. Raises LeftError."""
+        """Delete the run's cloud resources, and add them to `found` and `meter`. Raises LeftError."""
         run = held.lease.run
         there = cloud.found(run)
         found.update(there)
@@ -138,7 +140,8 @@ class Reaper:
     # -- the sweep -----------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> Iterator[Reaped | None]:
-        """What there is of runs without a lease. What there is is looked at first: its lease was there before."""
+        """Destroy resources of runs without a lease.
+        Resources are listed before leases, so that every resource of a live run has its lease in the list."""
         try:
             found = self._cloud_of(self._foundation).found()
             if not found:
@@ -168,6 +171,6 @@ def _cost(meter: Meter) -> str:
 
 
 def _foundation(lease: Lease, default: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where the nodes of a lease are, as far as it says so."""
+    """The foundation in the lease's request; `default` if it has none."""
     said = (lease.request or {}).get("foundation")
     return said if isinstance(said, dict) and isinstance(said.get("region"), str) else default

@@ -1,4 +1,4 @@
-"""What a run's configuration asks of nodes, and what it becomes on them."""
+"""Terraform variables of a run's nodes, and the configuration overrides of a run on nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TRACKING = "MLFLOW_TRACKING_URI"
 
 
 def by_role(config: RunConfig) -> dict[str, NodesConfig]:
-    """The nodes of every role that has some."""
+    """The nodes of every role that has at least one."""
     each = zip(ROLES, (config.provision.generation, config.provision.trainer), strict=True)
     return {role: nodes for role, nodes in each if nodes.count}
 
 
 def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """The variables of the root module `run` (infra/terraform/run/variables.tf) for a run. `control` is what the root
-    module of that name says of what it has made. Raises ConfigError."""
+    """Variables of the root module `run` (infra/terraform/run/variables.tf).
+    `control` are the outputs of the root module `control`. Raises ConfigError."""
     its = config.provision
     environment, asked = shell_pairs("provision.environment", its.environment), by_role(config)
     if "mlflow_url" in control:
@@ -50,8 +50,8 @@ def variables(config: RunConfig, run_id: str, control: Mapping[str, Any], now: d
 
 
 def overrides(config: RunConfig, control: Mapping[str, Any]) -> list[str]:
-    """What the configuration becomes on nodes: who runs which role there. The first node that trains is the head node.
-    Raises ConfigError."""
+    """Overrides for a run on nodes: remote roles, servers, ranks, devices and store.
+    The first trainer node is the head node. Raises ConfigError."""
     roles, its = by_role(config), config.provision
     remote = [role for role in roles if role == "generation" or its.trainer.count > 1]
     chosen = ["launch.remote_roles=" + ("both" if len(remote) > 1 else remote[0] if remote else "none")]
@@ -72,17 +72,17 @@ def overrides(config: RunConfig, control: Mapping[str, Any]) -> list[str]:
 
 
 def servers_per_node(config: RunConfig) -> int:
-    """Generation servers of one node, of a configuration that `overrides` has changed."""
+    """Generation servers per node, for a configuration with `overrides` applied."""
     return config.generation_servers // max(1, config.provision.generation.count)
 
 
 def queue(config: RunConfig, run_id: str, role: str) -> str:
-    """The work queue that nodes of a role take their shares from."""
+    """The Prefect work queue of a role's nodes."""
     return role if config.provision.kind == "static" else f"{run_id}-{role}"
 
 
 def _api_url(control: Mapping[str, Any]) -> str:
-    """Prefect's address for nodes: of what `control` has made."""
+    """Address of Prefect's API for nodes, from the outputs of `control`. Raises ConfigError."""
     if "prefect_api_url" not in control:
         raise ConfigError("provision.prefect_api_url: must be an address of Prefect's API that nodes reach")
     return control["prefect_api_url"]

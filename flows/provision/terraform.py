@@ -1,9 +1,8 @@
-"""Terraform, or OpenTofu, on one root module, in a working copy of its own.
+"""Run Terraform or OpenTofu on one root module, in a working copy.
 
-What would change is planned, and only what was planned is applied; ending everything is a plan like any other. What the
-program says is read as the JSON that it prints for programs, and its errors become one line, in its own words. It is
-asked to end in order when this process ends, is asked to, or has no right to go on (guard.py): it then finishes what it
-is at, and lets go of the state.
+`apply` applies exactly what `plan` has shown; a teardown is a plan too. The JSON output is parsed, and errors become
+one line in Terraform's own words. The guard (guard.py) ends Terraform in order if this process ends, is asked to end or
+loses the right to continue. Terraform then completes its current operation and releases the state lock.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from areal_core.errors import ConfigError, ProvisionError
 from flows.places import FILES
 
 INFRA = Path(os.environ.get("AREAL_INFRA", FILES / "infra" / "terraform"))
-PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # a folder that mirrors the providers, for machines that reach no registry
-BINARY = "AREAL_TERRAFORM"  # another program than terraform
+PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # a folder with a mirror of the providers, for machines that can't reach a registry
+BINARY = "AREAL_TERRAFORM"  # the program to run in place of terraform
 
 Action = Literal["create", "update", "replace", "delete"]
 
-_TOLD = ("apply_start", "apply_complete", "apply_errored")  # of what it prints, what people want to see
-_RULE = "This was checked by the validation rule"  # how it ends what is wrong with a variable
+_TOLD = ("apply_start", "apply_complete", "apply_errored")  # message types to log
+_RULE = "This was checked by the validation rule"  # end of the detail of a variable's error
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _MACHINE = ("-input=false", "-json")
 _LOCKED = "acquiring the state lock"
-_LATE_S = 0.5  # for a guard to see that what it guards is to be killed
+_LATE_S = 0.5  # time for the guard to notice a new deadline
 
 
 class KilledError(ProvisionError):
-    """It was killed. What it had locked may still be locked, and what it had just made be in no state."""
+    """Terraform was killed. Its lock may remain, and a resource just created may be in no state."""
 
 
 class LockedError(ProvisionError):
-    """Somebody else has locked the state."""
+    """Another process has locked the state."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What would become of one resource."""
+    """A planned change of one resource."""
 
     address: str
     action: Action
@@ -61,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would change, in a file that `apply` takes."""
+    """Planned changes, and the plan file for `apply`."""
 
     path: Path
     changes: tuple[Change, ...]
@@ -72,8 +71,8 @@ class Plan:
 
 
 class Terraform:
-    """One root module of infra/terraform and its state. Raises ConfigError where the program is not there, and
-    ProvisionError with what it says."""
+    """One root module of infra/terraform and its state.
+    Raises ConfigError if the program is missing, and ProvisionError with its message."""
 
     def __init__(
         self,
@@ -88,12 +87,13 @@ class Terraform:
         stop_s: float = 60.0,
         keep: Sequence[int] = (),
     ) -> None:
-        """`folder` is of this process alone, and may be there from earlier; `backend` says where the state lies;
-        another process that works on it is waited for, for `lock_timeout_s`; None is for those who change nothing,
-        and go beside it. What changes something may run for `remaining_s` from the moment on when that is asked, at its
-        start and by `extend`; `grace_s` before its end it is asked to end in order. Where the thread that waits for it
-        is interrupted, it is asked, too, and killed `stop_s` later. While it runs it holds the descriptors `keep`,
-        whatever becomes of this process."""
+        """Prepare; nothing runs yet.
+
+        `folder` belongs to this process alone and may exist. `backend` is the backend configuration of the state.
+        `lock_timeout_s` is the longest wait for the state lock in seconds; None takes no lock and is for read-only use.
+        A command may run for `remaining_s` seconds, which is evaluated at its start and by `extend`. It is asked to end
+        `grace_s` before that time. If the waiting thread is interrupted, the command is asked to end, and killed after
+        `stop_s`. The command inherits the descriptors `keep` and so holds them even if this process dies."""
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
@@ -103,12 +103,12 @@ class Terraform:
         self._root = folder / "copy" / root
         self._lock = "-lock=false" if lock_timeout_s is None else f"-lock-timeout={lock_timeout_s}s"
         self._remaining_s, self._grace_s, self._stop_s, self._keep = remaining_s, grace_s, stop_s, keep
-        self._right: int | None = None  # the pipe that the guard of what runs listens at
+        self._right: int | None = None  # write end of the running guard's pipe
         self._telling = threading.Condition()
-        self._stop_at = math.inf  # by CLOCK_BOOTTIME
+        self._stop_at = math.inf  # in seconds of CLOCK_BOOTTIME
 
     def init(self) -> None:
-        """Make the working copy, and connect it with the state."""
+        """Make the working copy and initialise it with its backend."""
         shutil.rmtree(self._folder / "copy", ignore_errors=True)
         shutil.copytree(INFRA, self._folder / "copy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         plugins = [f"-plugin-dir={os.environ[PLUGINS]}"] if PLUGINS in os.environ else []
@@ -116,27 +116,27 @@ class Terraform:
         self._call("init", *_MACHINE, "-reconfigure", *plugins, *backend)
 
     def clean(self) -> None:
-        """Leave nothing in the folder that `init` makes, programs of providers above all."""
+        """Delete the files of `init`, mainly the large provider programs."""
         for made in ("copy", "data"):
             shutil.rmtree(self._folder / made, ignore_errors=True)
 
     def plan(self, variables: Mapping[str, Any], *, destroy: bool = False, replace: Iterable[str] = ()) -> Plan:
-        """What is to change for the root module to be as `variables` say, or to be gone; `replace` are addresses of
-        resources that are to be made anew."""
+        """Plan the changes that bring the resources in line with `variables`, or that `destroy` all of them.
+        `replace` are addresses of resources to recreate."""
         (self._root / "given.auto.tfvars.json").write_text(json.dumps(variables))
         options = ["-destroy"] if destroy else [f"-replace={address}" for address in replace]
-        path = self._root / f"plan-{secrets.token_hex(4)}"  # never another than was shown
+        path = self._root / f"plan-{secrets.token_hex(4)}"  # unique: apply takes exactly the plan that was shown
         said = self._call("plan", *_MACHINE, self._lock, f"-out={path}", *options)
         planned = [each["change"] for each in said if each.get("type") == "planned_change"]
         changes = (Change(each["resource"]["addr"], each["action"]) for each in planned)
         return Plan(path, tuple(change for change in changes if change.action in get_args(Action)))
 
     def apply(self, plan: Plan) -> None:
-        """Make it so. What has changed since the plan was made is an error, and nothing is changed then."""
+        """Apply a plan. A plan that has become stale raises ProvisionError and changes nothing."""
         self._call("apply", *_MACHINE, self._lock, str(plan.path))
 
     def held(self) -> set[tuple[str, str]]:
-        """Everything that the state holds: type and id."""
+        """Type and id of every resource in the state."""
         pulled = self._output("state", "pull").strip()  # `show` would load the provider's schema, for seconds
         state = json.loads(pulled) if pulled else {"resources": []}
         return {
@@ -148,17 +148,17 @@ class Terraform:
         }
 
     def unlock(self, lock: str) -> None:
-        """Remove the lock of this id, which nobody holds any more."""
+        """Remove the state lock with this id, whose holder has ended."""
         self._call("force-unlock", "-force", lock)
 
     def extend(self) -> None:
-        """What runs may go on for `remaining_s` from now on."""
+        """Let a running command continue for `remaining_s` from now."""
         with self._telling:
             if self._right is not None:
                 self._tell(self._right)
 
     def outputs(self) -> dict[str, Any]:
-        """What the root module says of what there is; nothing before it is applied."""
+        """Outputs of the root module; empty before the first apply."""
         return {name: output["value"] for name, output in json.loads(self._output("output", "-json")).items()}
 
     def _output(self, *arguments: str) -> str:
@@ -170,8 +170,8 @@ class Terraform:
         return ended.stdout
 
     def stop(self, within_s: float) -> bool:
-        """End what runs, which another thread waits for, within so many seconds, and start nothing that changes
-        something any more. Whether nothing of the kind runs now."""
+        """End a running command within `within_s` seconds and refuse new ones.
+        Return whether none is running."""
         self._ask(within_s)
         with self._telling:
             return self._telling.wait_for(lambda: self._right is None, within_s + _LATE_S)
@@ -182,7 +182,7 @@ class Terraform:
             self.extend()
 
     def _call(self, *arguments: str) -> list[dict[str, Any]]:
-        """A command that takes its time or changes something; what it has said meanwhile, message by message."""
+        """Run a command under the guard and return its JSON messages."""
         command = " ".join(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
         told: list[dict[str, Any]] = []
         errors: list[str] = []
@@ -205,7 +205,7 @@ class Terraform:
                     running.send_signal(signal.SIGINT)
                 else:
                     self._ask(self._stop_s)
-                running.stdout.read()  # to its end: it must not wait for a reader
+                running.stdout.read()  # read to the end: terraform must not block on a full pipe
                 running.wait()
                 raise
         if running.returncode:
@@ -230,7 +230,7 @@ class Terraform:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    start_new_session=True,  # else Ctrl-C would be its second request to end, which it takes for "now"
+                    start_new_session=True,  # or Ctrl-C would be its second signal, which means "at once"
                     pass_fds=(told, *self._keep),
                 )
                 self._right = right
@@ -246,7 +246,7 @@ class Terraform:
     def _tell(self, right: int) -> None:
         end = min(time.clock_gettime(time.CLOCK_BOOTTIME) + self._remaining_s(), self._stop_at)
         if end < math.inf:
-            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it has ended, or stands still
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard has ended or is suspended
                 os.write(right, f"{end}\n".encode())
 
     @property
@@ -271,7 +271,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def _one_line(diagnostic: Mapping[str, Any]) -> str:
-    """What is wrong, and why: a diagnostic without where it stands."""
+    """A diagnostic as one line: summary and detail, without its position in the source."""
     why = " ".join(str(diagnostic.get("detail", "")).partition(_RULE)[0].split())
     what = " ".join(str(diagnostic.get("summary", "")).split())
     return f"{what}: {why}" if why else what

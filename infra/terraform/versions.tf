@@ -1,4 +1,4 @@
-# Nothing is made from here: `terraform test` takes the folder of all parts for a root module.
+# Creates no resource: `terraform test` needs a root module in this folder.
 
 terraform {
   required_version = ">= 1.10"

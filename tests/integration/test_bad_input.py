@@ -132,12 +132,12 @@ def test_broken_models(
 
 
 def test_resuming_with_another_configuration(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from areal_core.__main__ import configuration
+    from areal_core.config.files import configuration
     from areal_core.run.prepare import prepare
 
     base = [f"state_dir={tmp_path}/state", f"storage.url={tmp_path}/store", f"model.path={model}"]
     base += ["tracking.enabled=false", "task.held_out=8"]
-    run = prepare(configuration(None, base), run_id="r", log=print)
+    run = prepare(configuration({}, base), run_id="r", log=print)
     files = {file: file.stat().st_mtime_ns for file in run.root.rglob("*")}
     assert main(["--run-id", "r", *base, "algorithm.clip_eps=0.1"]) == 2
     assert capsys.readouterr().err.startswith(

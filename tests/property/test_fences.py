@@ -22,7 +22,7 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.patience import Patience
 from tests.support.memory_store import MemoryStore
 
-TTL_S = 30.0
+TTL_S = 1.0  # a few looks at a lease that is waited for: each is a call before which an actor is stopped
 EVERY = 2  # steps between two checkpoints
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -115,3 +117,23 @@ def test_files_of_the_first_pages_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert modules["mine/tutor.py"]["first_step"]("7*8-3=") == "7*8=6"
     for name, environment in (("tutor", "Tutor"), ("again", "Again")):
         assert issubclass(modules[f"mine/{name}.py"][environment], Environment)
+
+
+def python_examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_parts_work_as_a_library() -> None:
+    _, *parts = python_examples(ROOT / "docs" / "python.md")
+    assert len(parts) == 4
+    for part in parts:
+        assert part.count("\n") <= 12
+        exec(part, {})
+
+
+@pytest.mark.end_to_end
+def test_the_first_python_example_trains(tmp_path: Path) -> None:
+    first, *_ = python_examples(ROOT / "docs" / "python.md")
+    done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "reward/mean" in done.stdout

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import areal_core.__main__ as command
+from areal_core.config.files import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ModelError, ProcessError, StorageError, TrackingError
 from areal_core.run.command import Stopped
@@ -26,23 +27,23 @@ def _signals() -> Any:
 def test_file_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("name: mine\ntraining: {steps: 7, learning_rate: 1.0e-3}\n")
-    config = command.configuration(file, ["training.steps=9", "stop.score=null", "tracking.enabled=false", "mode=sync"])
+    config = configuration(file, ["training.steps=9", "stop.score=null", "tracking.enabled=false", "mode=sync"])
     assert (config.name, config.mode, config.training.steps, config.training.learning_rate) == ("mine", "sync", 9, 1e-3)
     assert config.stop.score is None
     assert config.tracking.enabled is False
-    assert command.configuration(None, []) == RunConfig()
+    assert configuration({}, []) == RunConfig()
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "error"),
     [
-        ("a: [", [], r"^--config: can't read .*run\.yaml: "),
-        ("- 1", [], r"^--config: .* must hold fields"),
-        ("", ["training.steps"], "^training.steps: an override looks like"),
-        ("", ["=3"], "^=3: an override looks like"),
+        ("a: [", [], r"^configuration: can't read .*run\.yaml: "),
+        ("- 1", [], r"^configuration: .* must hold fields"),
+        ("", ["training.steps"], "^training.steps: a setting looks like"),
+        ("", ["=3"], "^=3: a setting looks like"),
         ("", ["name=[1"], r"^name: '\[1' is not a value"),
         ("", ["seed=" + "9" * 5000], r"^seed: '9{79} is not a value: Exceeds the limit"),
-        ("seed: " + "9" * 5000, [], r"^--config: can't read .*: Exceeds the limit"),
+        ("seed: " + "9" * 5000, [], r"^configuration: can't read .*: Exceeds the limit"),
         ("", ["training.steps=many"], r"^training\.steps: must be a whole number, got 'many'"),
         ("mode: 3", ["mode.x=1"], "^mode.x: mode is a value"),
     ],
@@ -51,7 +52,7 @@ def test_a_bad_override_or_file_is_named(tmp_path: Path, text: str, overrides: l
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=error) as caught:
-        command.configuration(file, overrides)
+        configuration(file, overrides)
     assert "\n" not in str(caught.value)
 
 

@@ -1,5 +1,5 @@
-# What outlives runs: the network that their nodes are in, the store, and a machine with Prefect's server and MLflow. Its
-# state is a file, as nothing of a cloud is there before it: keep it.
+# Resources that outlive runs: the nodes' network, the store, and a machine with Prefect's server and MLflow. The state
+# is a local file, because no store exists before the first apply. Keep the file.
 
 terraform {
   required_version = ">= 1.10"
@@ -11,7 +11,7 @@ terraform {
     }
   }
 
-  backend "local" {} # `make control` says where
+  backend "local" {} # `make control` sets the path
 }
 
 provider "aws" {

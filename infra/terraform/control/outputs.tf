@@ -1,5 +1,5 @@
 output "foundation" {
-  description = "What the root module `run` builds on."
+  description = "Values that the root module `run` needs: region, network, subnets, store."
   value = {
     region      = var.region
     vpc_id      = module.network.vpc_id
@@ -10,17 +10,17 @@ output "foundation" {
 }
 
 output "prefect_api_url" {
-  description = "Prefect's API, as nodes reach it."
+  description = "Address of Prefect's API for nodes."
   value       = module.control.prefect_api_url
 }
 
 output "mlflow_url" {
-  description = "MLflow, as nodes reach it."
+  description = "Address of MLflow for nodes."
   value       = module.control.mlflow_url
 }
 
 output "tunnels" {
-  description = "Commands that bring Prefect's page to http://127.0.0.1:4200 and MLflow's to http://127.0.0.1:5000."
+  description = "Commands that forward Prefect's page to http://127.0.0.1:4200 and MLflow's to http://127.0.0.1:5000."
   value = [
     for port in [4200, 5000] : join(" ", [
       "aws ssm start-session --region ${var.region} --target ${module.control.instance_id}",

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Of this control plane: what it makes is called so and tagged with it."
+  description = "Name of this control plane, part of its resources' names and tags."
   type        = string
   default     = "areal"
 
@@ -10,12 +10,12 @@ variable "name" {
 }
 
 variable "region" {
-  description = "Of the network and the store, and so of the nodes."
+  description = "AWS region of the network, the store and the nodes."
   type        = string
 }
 
 variable "zones" {
-  description = "Availability zones that nodes may be in: those that have the GPUs."
+  description = "Availability zones for nodes; choose zones with the GPUs that you need."
   type        = list(string)
 
   validation {
@@ -25,41 +25,41 @@ variable "zones" {
 }
 
 variable "cidr" {
-  description = "Addresses of the network; a /20 holds a few thousand nodes."
+  description = "Address range of the network; a /20 holds a few thousand nodes."
   type        = string
   default     = "10.64.0.0/20"
 }
 
 variable "bucket" {
-  description = "Name of the bucket that is the store, unique in the world."
+  description = "Name of the store's bucket, globally unique."
   type        = string
 }
 
 variable "noncurrent_days" {
-  description = "Days for which what was deleted or replaced can be brought back."
+  description = "Days for which deleted or replaced objects can be restored."
   type        = number
   default     = 7
 }
 
 variable "kms_key_arn" {
-  description = "A key of yours that objects are encrypted with; null: S3's own."
+  description = "Your KMS key for the encryption of objects; null: S3's own key."
   type        = string
   default     = null
 }
 
 variable "image" {
-  description = "Image that the machine with Prefect and MLflow boots: Debian or Ubuntu on x86-64."
+  description = "Machine image of the control machine: Debian or Ubuntu on x86-64."
   type        = string
 }
 
 variable "instance_type" {
-  description = "Of that machine; a type whose disks are NVMe."
+  description = "Instance type of the control machine; its disks must be NVMe."
   type        = string
   default     = "t3.large"
 }
 
 variable "disk_gib" {
-  description = "Of that machine, for the database and logs."
+  description = "GiB of the control machine's disk for the database and logs."
   type        = number
   default     = 50
 
@@ -70,7 +70,7 @@ variable "disk_gib" {
 }
 
 variable "secrets" {
-  description = "SSM parameters: user:password of Prefect's server, and the password of MLflow's user `admin` (12 characters at least)."
+  description = "Names of SSM parameters: user:password of Prefect's server, and the password of MLflow's user `admin` (at least 12 characters)."
   type = object({
     prefect = string
     mlflow  = string
@@ -83,7 +83,7 @@ variable "secrets" {
 }
 
 variable "software" {
-  description = "The checkout with its environment: its path, and a script that makes it where the image has none."
+  description = "The checkout with its Python environment: its path, and a script that installs it if the image lacks it."
   type = object({
     path    = optional(string, "/opt/areal")
     install = optional(string, "echo 'The image has no environment, and software.install is empty.' >&2; exit 1")

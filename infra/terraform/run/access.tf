@@ -1,5 +1,5 @@
-# What the nodes of each role may touch: of the store the run's own prefix, which those that generate only read; the
-# models that runs start from; and the secrets that are named.
+# Access of the nodes by role: the run's own prefix of the store (read-only for generation nodes), the base models, and
+# the named secrets.
 
 data "aws_partition" "here" {}
 data "aws_caller_identity" "here" {}
@@ -32,7 +32,7 @@ locals {
           Sid      = "Write"
           Effect   = "Allow"
           Action   = ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"]
-          Resource = ["${local.bucket}/runs/${var.run}/*", "${local.bucket}/.probe-*"] # a look whether it can be written
+          Resource = ["${local.bucket}/runs/${var.run}/*", "${local.bucket}/.probe-*"] # probe of write access
         } if role == writer],
         [for secrets in [values(var.secrets)] : {
           Sid      = "Secrets"

@@ -1,5 +1,5 @@
-# The nodes of one run, who may talk to them, and what they may touch. `terraform destroy` leaves nothing of it: what a
-# run has stored is in the bucket of the root module `control`.
+# The nodes of one run, their network rules and their access. `terraform destroy` removes all of it; the run's stored
+# files are in the bucket of the root module `control`.
 
 locals {
   tags = {
@@ -8,7 +8,7 @@ locals {
     "areal:expires" = var.lease.expires_at
   }
 
-  # What AWS calls machines, by their GPUs.
+  # AWS instance types by number and kind of GPUs.
   types = {
     "0xnone"    = "m7i.2xlarge"
     "1xt4"      = "g4dn.4xlarge"
@@ -32,7 +32,7 @@ locals {
   subnet_id = var.foundation.subnets[local.zone]
 }
 
-# The run's nodes among themselves, and out.
+# Traffic between the run's nodes, and to the outside.
 resource "aws_security_group" "nodes" {
   name        = "areal-${var.run}"
   description = "Nodes of run ${var.run}: each other, and outwards."
@@ -46,7 +46,7 @@ resource "aws_vpc_security_group_ingress_rule" "nodes" {
   description                  = "From nodes of the same run."
 }
 
-# EFA's traffic is not IP: it needs the group named, here as above.
+# EFA's traffic is not IP: both rules must name the security group.
 resource "aws_vpc_security_group_egress_rule" "nodes" {
   security_group_id            = aws_security_group.nodes.id
   referenced_security_group_id = aws_security_group.nodes.id
@@ -55,7 +55,7 @@ resource "aws_vpc_security_group_egress_rule" "nodes" {
 }
 
 resource "aws_vpc_security_group_egress_rule" "outwards" {
-  #checkov:skip=CKV_AWS_382:Nodes reach Prefect, MLflow, the store and package indexes, at addresses that nobody knows beforehand.
+  #checkov:skip=CKV_AWS_382:Nodes connect to Prefect, MLflow, the store and package indexes, whose addresses are not known in advance.
   security_group_id = aws_security_group.nodes.id
   cidr_ipv4         = "0.0.0.0/0"
   ip_protocol       = "-1"

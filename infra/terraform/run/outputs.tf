@@ -1,4 +1,4 @@
 output "hosts" {
-  description = "The nodes: name, role, address that the others reach, the cloud's id and type, and whether it may be reclaimed."
+  description = "The nodes: name, role, address for other nodes, instance id, instance type, and whether the node is a spot instance."
   value       = flatten([for pool in module.nodes : pool.hosts])
 }

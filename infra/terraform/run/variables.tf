@@ -1,17 +1,17 @@
-# Of one run. But for `foundation`, which the root module `control` gives, nothing here is about this cloud.
+# Variables of one run. Only `foundation`, an output of the root module `control`, is specific to AWS.
 
 variable "run" {
   description = "Id of the run."
   type        = string
 
   validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9.-]{0,39}$", var.run)) # with a role's name and the epoch, IAM takes 64
+    condition     = can(regex("^[a-z0-9][a-z0-9.-]{0,39}$", var.run)) # with role and epoch, IAM's limit is 64
     error_message = "run: must be up to 40 lowercase letters, digits, dots and hyphens, the first one a letter or digit."
   }
 }
 
 variable "epoch" {
-  description = "Of the lease under which something is made, six hexadecimal digits: part of the names of what AWS deletes by name."
+  description = "Epoch of the lease, six hexadecimal digits: part of the names of resources that AWS deletes by name."
   type        = string
   default     = "000000"
 
@@ -23,8 +23,8 @@ variable "epoch" {
 
 variable "nodes" {
   description = <<-EOT
-    Nodes by role, generation and trainer: how many; which GPU and how many a node (none, t4, a10g, l4, l40s, a100-40,
-    a100-80, h100, h200); whether they may be reclaimed, and what one may cost an hour then, in dollars; GiB of disk.
+    Nodes by role (generation, trainer): number of nodes; GPU (none, t4, a10g, l4, l40s, a100-40, a100-80, h100, h200);
+    GPUs per node; whether they are spot instances, and their highest price in dollars an hour; GiB of disk.
   EOT
   type = map(object({
     count     = number
@@ -58,7 +58,7 @@ variable "nodes" {
 }
 
 variable "lease" {
-  description = "Whose the run's resources are, and when nodes end by themselves, whatever happens elsewhere (RFC 3339, UTC)."
+  description = "Owner of the run's resources, and the time at which nodes shut themselves down in any case (RFC 3339, UTC)."
   type = object({
     owner      = string
     expires_at = string
@@ -75,7 +75,7 @@ variable "lease" {
 }
 
 variable "prefect" {
-  description = "Where the nodes' workers take their work from: the API's address, and a work pool; queues are named RUN-ROLE."
+  description = "Prefect for the nodes' workers: the API's address and a work pool. Queues are named RUN-ROLE."
   type = object({
     api_url   = string
     work_pool = string
@@ -88,7 +88,7 @@ variable "prefect" {
 }
 
 variable "environment" {
-  description = "Environment variables of the nodes' processes; none of them secret."
+  description = "Environment variables of the nodes' processes, without secrets."
   type        = map(string)
   default     = {}
 
@@ -103,7 +103,7 @@ variable "environment" {
 }
 
 variable "secrets" {
-  description = "Environment variables of the nodes' processes whose values are secret: the SSM parameter of each."
+  description = "Secret environment variables of the nodes' processes: the SSM parameter of each."
   type        = map(string)
   default     = {}
 
@@ -118,7 +118,7 @@ variable "secrets" {
 }
 
 variable "software" {
-  description = "The checkout with its environment: its path, and a script that makes it where the image has none."
+  description = "The checkout with its Python environment: its path, and a script that installs it if the image lacks it."
   type = object({
     path    = optional(string, "/opt/areal")
     install = optional(string, "echo 'The image has no environment, and software.install is empty.' >&2; exit 1")
@@ -132,24 +132,24 @@ variable "software" {
 }
 
 variable "image" {
-  description = "Image that the nodes boot: Linux on x86-64 with the GPUs' driver, bash and systemd."
+  description = "Machine image of the nodes: Linux on x86-64 with the GPU driver, bash and systemd."
   type        = string
 }
 
 variable "zone" {
-  description = "Where all nodes of the run are; null: the first zone of the foundation."
+  description = "Availability zone of all nodes of the run; null: the first zone of the foundation."
   type        = string
   default     = null
 }
 
 variable "fast_network" {
-  description = "Whether machines that have a network of their own between GPUs get it, side by side."
+  description = "Whether to use the fast network between GPUs (EFA) and a placement group, if the machines have it."
   type        = bool
   default     = true
 }
 
 variable "foundation" {
-  description = "The output `foundation` of the root module `control`."
+  description = "Output `foundation` of the root module `control`."
   type = object({
     region      = string
     vpc_id      = string

@@ -8,7 +8,7 @@ terraform {
     }
   }
 
-  # Bucket, key and region are given to `terraform init`: a state for each run, which one process writes at a time.
+  # `terraform init` gets bucket, key and region. Each run has its own state, which one process writes at a time.
   backend "s3" {
     use_lockfile = true
     encrypt      = true

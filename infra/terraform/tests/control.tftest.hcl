@@ -1,4 +1,4 @@
-# What the control plane's machine would be, without a cloud.
+# Tests the plan of the control machine, without a cloud.
 
 mock_provider "aws" {
   source = "./tests/mocks"

@@ -1,4 +1,4 @@
-# What the nodes of one role would be, without a cloud.
+# Tests the plan of one role's nodes, without a cloud.
 
 mock_provider "aws" {
   source = "./tests/mocks"

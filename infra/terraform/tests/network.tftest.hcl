@@ -1,4 +1,4 @@
-# What the network would be, without a cloud.
+# Tests the plan of the network, without a cloud.
 
 mock_provider "aws" {
   source = "./tests/mocks"

@@ -1,4 +1,4 @@
-# What a run's nodes may do, who may talk to them, and what is refused, without a cloud.
+# Tests a run's access rules, network rules and refused settings, without a cloud.
 
 mock_provider "aws" {
   source = "./tests/mocks"

@@ -1,4 +1,4 @@
-# What the store would be, without a cloud.
+# Tests the plan of the store, without a cloud.
 
 mock_provider "aws" {
   source = "./tests/mocks"

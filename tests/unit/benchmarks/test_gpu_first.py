@@ -11,18 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import _gpu_parts
+
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_part_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first by the command; the others in this process, which has torch already."""
     monkeypatch.setenv("AREAL_REVISION", "abc")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    command = [sys.executable, "-m", "benchmarks.gpu_first", "--device", "cpu", "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.gpu_first", "--device", "cpu", "--tiny", "--parts", "agree"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    agree, train, decode = map(json.loads, done.stdout.splitlines())
+    agree = json.loads(done.stdout)
+    assert (agree["part"], agree["revision"]) == ("agree", "abc")
+    for part in ("train", "decode"):
+        monkeypatch.setattr(sys, "argv", ["", part, "--device", "cpu", "--tiny", "--tokens", "65536"])
+        with pytest.raises(SystemExit, match="0"):
+            _gpu_parts.main()
+    train, decode = map(json.loads, capsys.readouterr().out.splitlines())
     for line in (agree, train, decode):
-        assert (line["revision"], line["device"], line["torch"]) == ("abc", "cpu", torch.__version__)
+        assert (line["device"], line["torch"]) == ("cpu", torch.__version__)
     checks = agree["checks"]
     assert checks["trainer_bfloat16_mean"]["value"] > checks["embedded_max"]["bound"] > 0
     plain, checkpointed = (train["tiny"][arm] for arm in ("plain", "checkpointed"))

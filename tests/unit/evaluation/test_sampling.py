@@ -1,36 +1,21 @@
 """Rollouts of many problems at once, in reward workers, and their samples."""
 
 import asyncio
-import ctypes
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.environments.verdicts import Verdict
 from areal_core.errors import GenerationError, UserCodeError
 from areal_core.evaluation.sampling import Benchmark, Collector, Server
 from areal_core.evaluation.scores import Record, RecordFile, scored
 from areal_core.rewards.pool import open_rewards
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 from tests.support.policies import END, TOKENIZER, completion
+from tests.support.verifiers import DIES, FAILS, HANGS
 
-HANGS, DIES, FAILS = "7", "8", "9"
-
-
-def verify(task: Prompt, text: str) -> Verdict:
-    if text == HANGS:
-        time.sleep(60)
-    if text == DIES:
-        ctypes.string_at(0)
-    if text == FAILS:
-        raise KeyError(text)
-    return Verdict.of(Outcome.CORRECT if text == task.answer else Outcome.INCORRECT, text)
-
-
-CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
+CONFIG = load({"environment": {"verifier": "tests.support.verifiers:costly"}, "rollout": {"reward_timeout_s": 1.0}})
 
 
 class Completing:
@@ -80,14 +65,13 @@ def collected(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("text", [HANGS, DIES])
-def test_a_completion_that_costs_a_worker_its_process_costs_no_other_its_verdict(tmp_path: Path, text: str) -> None:
+def test_completions_that_cost_a_worker_its_process_cost_no_other_its_verdict(tmp_path: Path) -> None:
     texts = {f"{first}{second}=": (str(second), "0") for first in range(4) for second in range(1, 6)}
-    texts["16="] = ("6", text)
+    texts |= {"16=": ("6", HANGS), "26=": ("6", DIES)}
     found = collected(tmp_path, texts)
     assert all(record.greedy.outcome is Outcome.CORRECT for record in found)
-    assert [sample.outcome for sample in found[-1].samples] == [Outcome.TIMED_OUT]
-    assert {record.samples[0].outcome for record in found[:-1]} == {Outcome.INCORRECT}
+    assert [sample.outcome for record in found[-2:] for sample in record.samples] == [Outcome.TIMED_OUT] * 2
+    assert {record.samples[0].outcome for record in found[:-2]} == {Outcome.INCORRECT}
     assert [record.greedy.answer for record in found] == [text[0] for text in texts.values()]
 
 
@@ -117,7 +101,7 @@ def test_a_refused_request_ends_the_others_of_its_problem(tmp_path: Path) -> Non
 
 def test_a_problem_is_scored_by_all_turns_of_its_environment(tmp_path: Path) -> None:
     """One is right at once, one at the second try, one never."""
-    config = load({"environment": {"name": "two_turn", "verifier": f"{__name__}:verify"}})
+    config = load({"environment": {"name": "two_turn", "verifier": "tests.support.verifiers:costly"}})
     further = {"+2=1=": ("2",), "+3=1=": ("4",)}
     found = collected(tmp_path, {"+1=": ("1",), "+2=": ("1",), "+3=": ("1",)}, config, further=further)
     assert [record.greedy.outcome for record in found] == [Outcome.CORRECT, Outcome.CORRECT, Outcome.INCORRECT]

@@ -1,10 +1,8 @@
 import asyncio
-import ctypes
 import functools
 import os
 import select
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import EnvironmentConfig, RolloutConfig, RunConfig, load
-from areal_core.environments.environment import SingleTurn
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import (
     ConfigError,
@@ -27,13 +24,11 @@ from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool, open_rewards
 from areal_core.rewards.worker import judged_apart, outcome_apart
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import Outcome, Prompt, Rollout
+from areal_core.types import Outcome, Prompt
+from tests.support import worker_tasks
 from tests.support.groups import score_group, served
 from tests.support.policies import TOKENIZER, completion
-from tests.support.records import summary
-
-BUSY_S = 0.05  # CPU seconds of a job that does nothing else
-SUMMARY = summary()
+from tests.support.worker_tasks import BUSY_S, GROUPS, count_open, native_hang, obey, stop
 
 
 def arrivals(*completions, request=0):
@@ -47,23 +42,6 @@ ASKED = Prompt(index=0, prompt_id="0", text="1-1-7=", token_ids=TOKENIZER.encode
 def model(tmp_path):
     char_tokenizer().save(tmp_path / "tokenizer.json")
     return tmp_path
-
-
-# Verifiers of the pool's tests; `gold` says what to do. They are found by name in the worker processes.
-
-
-def obey(said):
-    if said == "hang":
-        time.sleep(600)
-    if said == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if said == "busy":
-        end_s = time.process_time() + BUSY_S
-        while time.process_time() < end_s:
-            pass
-    if said == "raise":
-        raise ZeroDivisionError("by zero")
-    return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +66,6 @@ async def start():
         workers = Watch(pool.pids())
         await pool.close()
         assert workers.all_end()
-
-
-@pytest.fixture
-async def pool(start):
-    return start(workers=2, timeout_s=30.0)
 
 
 @pytest.fixture
@@ -126,7 +99,8 @@ async def test_the_timeline_holds_the_cpu_time_of_every_score(tmp_path):
     assert {span.kind for span in spans} == {"score"}
 
 
-async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
+async def test_a_killed_worker_costs_only_the_job_that_it_held(start):
+    pool = start(workers=2)
     jobs = ["die" if i == 3 else "" for i in range(10)]
     results = await asyncio.gather(*(pool.ask(each) for each in jobs), return_exceptions=True)
     assert [type(r) for r in results] == [RewardWorkerError if i == 3 else ScoredGroup for i in range(10)]
@@ -134,15 +108,13 @@ async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
     assert len(pool.pids()) == 2
 
 
-async def test_idle_workers_that_were_killed_cost_nothing(pool):
-    await asyncio.gather(*(pool.ask("") for _ in range(4)))
-    killed = pool.pids()
-    workers = Watch(killed)
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+async def test_an_idle_worker_that_was_killed_costs_nothing(start):
+    pool = start()
+    killed = int((await pool.ask("")).payload)
+    workers = Watch([killed])
+    os.kill(killed, signal.SIGKILL)
     assert workers.all_end()
-    scored = await asyncio.gather(*(pool.ask("") for _ in range(4)))
-    assert not {int(s.payload) for s in scored} & set(killed)
+    assert int((await pool.ask("")).payload) != killed
 
 
 async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced(start):
@@ -151,12 +123,19 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced(start):
     with pytest.raises(RewardTimeoutError, match=r"no verdict within 0\.5 s \(rollout\.reward_timeout_s\)") as hung:
         await pool.ask("hang")
     first, where, what = str(hung.value).split("\n")
-    assert first.endswith(f"({__file__}:{obey.__code__.co_firstlineno + 2})"), first
+    assert first.endswith(f"({worker_tasks.__file__}:{obey.__code__.co_firstlineno + 2})"), first
     assert (where.strip().split(", ")[-1], what.strip()) == ("in obey", "time.sleep(600)")
     assert workers.all_end()
     assert int((await pool.ask("")).payload) in pool.pids()
 
 
+@pytest.fixture
+def hasty(monkeypatch):
+    """Who can't say where it hangs is not waited for long."""
+    monkeypatch.setattr(worker, "_LAST_WORDS_S", 1.0)
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("size", [10, 5_000_000], ids=["what the pipe holds", "more than that"])
 async def test_a_stopped_worker_is_replaced_and_costs_no_message(start, size):
     """The limit covers sending: a worker that is stopped takes nothing in."""
@@ -169,16 +148,7 @@ async def test_a_stopped_worker_is_replaced_and_costs_no_message(start, size):
     assert pool.pids() != [stopped]
 
 
-def native_hang(_):
-    """Python hears of no signal, as in native code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-    time.sleep(600)
-
-
-def stop(_):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("function", [native_hang, stop])
 async def test_a_worker_that_can_not_say_where_it_hangs_is_given_up(start, function):
     pool = start(timeout_s=0.5, function=function)
@@ -234,32 +204,9 @@ async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
     assert await pool.ask("how many") == 0
 
 
-def count_open(config, model_path, message):
-    loop = asyncio.get_running_loop()
-    return len(loop._open) if message == "how many" else worker.open_group(config, model_path, message)
-
-
 # Verifiers and environments that wait.
 
-INSIDE = []  # in a worker: whose verdicts are awaited
-GROUPS = 50
-
-
-async def patient(task, text):
-    """Does what the task says; "all": ends once the verdicts of all groups are awaited at the same moment."""
-    INSIDE.append(task)
-    if task.answer == "block":
-        time.sleep(600)  # noqa: ASYNC251
-    if task.answer == "raise":
-        raise KeyError(text)
-    if task.answer == "hang":
-        await asyncio.sleep(600)
-    while task.answer == "all" and len(INSIDE) < GROUPS:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    return float("nan" if task.answer == "nan" else len(text) > 1)
-
-
-PATIENT = EnvironmentConfig(verifier=f"{__name__}:patient")
+PATIENT = EnvironmentConfig(verifier=f"{worker_tasks.__name__}:patient")
 
 
 def told(said):
@@ -274,24 +221,17 @@ async def test_a_worker_awaits_the_verdicts_of_many_groups_at_once(group_pool):
     assert [group.summary.rewards for group in found] == [(1.0,)] * GROUPS
 
 
-@pytest.mark.parametrize(
-    ("said", "error", "shown"),
-    [
-        ("raise", VerifierError, r"KeyError: '#3' .*test_worker\.py:\d+\)\n[^\0]*raise KeyError[^\0]*completion:"),
-        ("nan", VerifierError, r"ValueError: a verifier returns a score from 0 to 1, or a Verdict; got nan"),
-        (
-            "hang",
-            RewardTimeoutError,
-            r"no verdict within 2 s .*:\d+\)\n[^\0]*asyncio\.sleep\(600\)[^\0]*completion:",
-        ),
-    ],
-)
-async def test_an_awaited_verdict_that_fails_costs_its_group_alone(group_pool, said, error, shown):
+async def test_an_awaited_verdict_that_fails_costs_its_group_alone(group_pool):
     pool = group_pool(environment=PATIENT, limit_s=2.0)
     other = pool.begin(ASKED, 2)
     other.deliver(arrivals(completion("#3")))
-    with pytest.raises(error, match=f"^environment.verifier {PATIENT.verifier}: {shown}"):
-        await advance(pool.begin(told(said), 2), completion("#3"), completion("#3"))
+    for said, error, shown in (
+        ("raise", VerifierError, r"KeyError: '#3' .*worker_tasks\.py:\d+\)\n[^\0]*raise KeyError[^\0]*completion:"),
+        ("nan", VerifierError, r"ValueError: a verifier returns a score from 0 to 1, or a Verdict; got nan"),
+        ("hang", RewardTimeoutError, r"no verdict within 2 s .*:\d+\)\n[^\0]*asyncio\.sleep\(600\)[^\0]*completion:"),
+    ):
+        with pytest.raises(error, match=f"^environment.verifier {PATIENT.verifier}: {shown}"):
+            await advance(pool.begin(told(said), 2), completion("#3"), completion("#3"))
     other.deliver([Arrival(0, 1, served(completion("3"))[0])])
     assert (await other.said()).summary.rewards == (1.0, 0.0)
 
@@ -307,54 +247,18 @@ async def test_a_blocking_verifier_costs_its_group_a_try_and_no_other(group_pool
         await other.said()
 
 
-class Waiting(SingleTurn):
-    """Takes many short waits, then a long one."""
-
-    async def rollout(self, task, policy):
-        await policy.sample(task.token_ids)
-        for _ in range(15):
-            await asyncio.sleep(0.1)
-        await asyncio.Event().wait()
-
-
 async def test_one_await_of_an_environment_has_the_time_limit(group_pool):
-    pool = group_pool(environment=EnvironmentConfig(name=f"{__name__}:Waiting"), limit_s=1.0)
+    pool = group_pool(environment=EnvironmentConfig(name=f"{worker_tasks.__name__}:Waiting"), limit_s=1.0)
     before = pool.pids()
-    said = r"^the environment: no verdict within 1 s .*test_worker\.py:\d+\)\n[^\0]*asyncio\.Event\(\)\.wait\(\)"
+    said = r"^the environment: no verdict within 1 s .*worker_tasks\.py:\d+\)\n[^\0]*asyncio\.Event\(\)\.wait\(\)"
     with pytest.raises(RewardTimeoutError, match=said):
         await advance(pool.begin(ASKED, 1), completion("#3"))
     assert pool.pids() == before
 
 
-class Prepared(SingleTurn):
-    """Writes down what happens to it; two rollouts meet, and a third never comes between."""
-
-    at_once = 2
-    inside = 0
-
-    def note(self, what):
-        with open(os.environ["NOTED"], "a") as file:
-            file.write(f"{what}\n")
-
-    async def setup(self):
-        await asyncio.sleep(0.01)
-        self.note("setup")
-
-    async def teardown(self):
-        self.note("teardown")
-
-    async def rollout(self, task, policy):
-        self.inside += 1
-        self.note(self.inside)
-        await policy.sample(task.token_ids)
-        await asyncio.sleep(0.01)
-        self.inside -= 1
-        return Rollout(reward=1.0, outcome=Outcome.CORRECT)
-
-
 async def test_an_environment_is_set_up_limited_and_torn_down(model, monkeypatch):
     monkeypatch.setenv("NOTED", str(noted := model / "prepared"))
-    config = RunConfig(environment=EnvironmentConfig(name=f"{__name__}:Prepared"))
+    config = RunConfig(environment=EnvironmentConfig(name=f"{worker_tasks.__name__}:Prepared"))
     pool = open_rewards(config, str(model), 1)
     scored = await advance(pool.begin(ASKED, 4), *[completion("#3")] * 4)
     assert scored.summary.rewards == (1.0,) * 4
@@ -376,21 +280,7 @@ class Watch:
 
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=(1,), answer="2")
-CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
-
-
-def verify(task: Prompt, text: str) -> Verdict:
-    if text == "hang":
-        time.sleep(60)
-    if text == "die":
-        ctypes.string_at(0)
-    if text == "again":
-        raise RewardError("again")
-    if text == "print":
-        print("no outcome")
-    if text == "loop":
-        asyncio.run(asyncio.sleep(0))
-    return Verdict.of(Outcome.CORRECT, text)
+CONFIG = load({"environment": {"verifier": f"{worker_tasks.__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
 
 
 def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
@@ -407,7 +297,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("hang", RewardTimeoutError, r"no verdict within 1 s .*test_worker.py:\d+\)\n[^\x00]*time.sleep\(60\)"),
+        ("hang", RewardTimeoutError, r"no verdict within 1 s .*worker_tasks.py:\d+\)\n[^\x00]*time.sleep\(60\)"),
         ("die", VerifierError, "it ended its process, with status -11"),
     ],
 )

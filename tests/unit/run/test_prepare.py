@@ -15,12 +15,19 @@ from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
 from areal_core.controller.service import Service
 from areal_core.errors import ConfigError
+from areal_core.run import preflight
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import Outbox
 from tests.support.runs import changed
+
+
+@pytest.fixture(autouse=True)
+def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier is not tried, which takes a process each time; test_preflight.py has it tried."""
+    monkeypatch.setattr(preflight, "_try_verifier", lambda *_: None)
 
 
 @pytest.fixture

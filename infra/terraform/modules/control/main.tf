@@ -1,9 +1,9 @@
-# One small machine with Prefect's server and MLflow on a Postgres of their own, at an address that stays. Its database
-# lies on a disk that outlives it. Nodes reach the two servers; people by a tunnel of the Session Manager, as no port is
-# open to the world.
+# A small machine with Prefect's server, MLflow and their Postgres, at a fixed address. The database is on a disk that
+# outlives the machine. Nodes connect to the two servers directly. Users connect through a Session Manager tunnel, as no
+# port is open to the internet.
 
 locals {
-  address = cidrhost(var.network.subnet_cidr, 10) # the first ones are the cloud's own
+  address = cidrhost(var.network.subnet_cidr, 10) # AWS reserves the first addresses
   state   = "/srv/areal"
   arn     = "arn:${data.aws_partition.here.partition}"
   ssm     = "${local.arn}:ssm:${data.aws_region.here.name}:${data.aws_caller_identity.here.account_id}:parameter"
@@ -40,7 +40,7 @@ resource "aws_vpc_security_group_ingress_rule" "servers" {
 }
 
 resource "aws_vpc_security_group_egress_rule" "outwards" {
-  #checkov:skip=CKV_AWS_382:The machine reaches the store, parameters, the Session Manager and package indexes, at addresses that nobody knows beforehand.
+  #checkov:skip=CKV_AWS_382:The machine connects to the store, SSM and package indexes, whose addresses are not known in advance.
   security_group_id = aws_security_group.this.id
   cidr_ipv4         = "0.0.0.0/0"
   ip_protocol       = "-1"
@@ -98,7 +98,7 @@ resource "aws_iam_role_policy" "this" {
   })
 }
 
-# The tunnel by which people reach the pages.
+# The tunnel through which users open the pages.
 resource "aws_iam_role_policy_attachment" "sessions" {
   role       = aws_iam_role.this.name
   policy_arn = "${local.arn}:iam::aws:policy/AmazonSSMManagedInstanceCore"
@@ -110,7 +110,7 @@ resource "aws_iam_instance_profile" "this" {
 }
 
 resource "aws_ebs_volume" "state" {
-  #checkov:skip=CKV_AWS_189:Encrypted by EBS's own key; it holds what the pages show.
+  #checkov:skip=CKV_AWS_189:Encrypted with the EBS default key; it holds only the data of the pages.
   availability_zone = var.network.zone
   size              = var.disk_gib
   type              = "gp3"
@@ -120,7 +120,7 @@ resource "aws_ebs_volume" "state" {
 }
 
 resource "aws_instance" "this" {
-  #checkov:skip=CKV_AWS_126:The minute's figures cost by the instance, and say nothing of use here.
+  #checkov:skip=CKV_AWS_126:Detailed monitoring costs extra for each instance and is of no use here.
   ami                         = var.image
   instance_type               = var.instance_type
   subnet_id                   = var.network.subnet_id

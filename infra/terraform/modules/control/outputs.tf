@@ -1,14 +1,14 @@
 output "prefect_api_url" {
-  description = "Prefect's API, for nodes."
+  description = "Address of Prefect's API for nodes."
   value       = "http://${local.address}:4200/api"
 }
 
 output "mlflow_url" {
-  description = "MLflow, for nodes."
+  description = "Address of MLflow for nodes."
   value       = "http://${local.address}:5000"
 }
 
 output "instance_id" {
-  description = "The machine, for a tunnel to it."
+  description = "Id of the control machine, for a tunnel."
   value       = aws_instance.this.id
 }

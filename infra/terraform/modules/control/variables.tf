@@ -1,25 +1,25 @@
 variable "name" {
-  description = "Of the control plane."
+  description = "Name of the control plane."
   type        = string
 }
 
 variable "image" {
-  description = "AMI that the machine boots: Debian or Ubuntu on x86-64."
+  description = "AMI of the machine: Debian or Ubuntu on x86-64."
   type        = string
 }
 
 variable "instance_type" {
-  description = "Of the machine; a type whose disks are NVMe."
+  description = "Instance type of the machine; its disks must be NVMe."
   type        = string
 }
 
 variable "disk_gib" {
-  description = "For the database and logs; the disk outlives the machine."
+  description = "GiB of the disk for the database and logs, which outlives the machine."
   type        = number
 }
 
 variable "network" {
-  description = "Where the machine is: the network, its addresses, a private subnet and its zone and addresses."
+  description = "Location of the machine: the network and its address range, and a private subnet with its zone and address range."
   type = object({
     vpc_id      = string
     cidr        = string
@@ -30,7 +30,7 @@ variable "network" {
 }
 
 variable "bucket" {
-  description = "The store: its name and ARN. MLflow's artifacts lie below mlflow/."
+  description = "Name and ARN of the store's bucket. MLflow's artifacts are below mlflow/."
   type = object({
     name = string
     arn  = string
@@ -38,13 +38,13 @@ variable "bucket" {
 }
 
 variable "kms_key_arn" {
-  description = "The key that the store's objects are encrypted with; null: S3's own."
+  description = "KMS key of the store's objects; null: S3's own key."
   type        = string
   default     = null
 }
 
 variable "secrets" {
-  description = "SSM parameters: user:password of Prefect's server, and the password of MLflow's user `admin`."
+  description = "Names of SSM parameters: user:password of Prefect's server, and the password of MLflow's user `admin`."
   type = object({
     prefect = string
     mlflow  = string
@@ -52,7 +52,7 @@ variable "secrets" {
 }
 
 variable "software" {
-  description = "The checkout with its environment: its path, and a script that makes it where the image has none."
+  description = "The checkout with its Python environment: its path, and a script that installs it if the image lacks it."
   type = object({
     path    = string
     install = string

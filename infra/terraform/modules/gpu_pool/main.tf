@@ -1,5 +1,5 @@
-# Nodes of one role: one launch template, and an instance for each. Each is a resource of its own, so that one that was
-# reclaimed comes back under its name with the next apply, and one that is bad is replaced alone.
+# Nodes of one role: one launch template, and one instance resource per node. So the next apply recreates a reclaimed
+# node under its name, and a bad node is replaced without the others.
 
 locals {
   name  = "areal-${var.run}-${var.role}"
@@ -28,7 +28,7 @@ data "aws_ami" "this" {
   }
 }
 
-# What is there keeps the name that it was made with, as do the profile and the placement group below.
+# An existing role keeps its name, although the epoch in it has changed; so do the profile and placement group below.
 resource "aws_iam_role" "node" {
   name = local.once
   tags = var.tags
@@ -63,7 +63,7 @@ resource "aws_iam_instance_profile" "node" {
   }
 }
 
-# Side by side in the building, where the type has a network that this matters for.
+# Places nodes close together if their type has EFA.
 resource "aws_placement_group" "this" {
   count = local.efa ? 1 : 0
 
@@ -89,7 +89,7 @@ resource "aws_launch_template" "node" {
     arn = aws_iam_instance_profile.node.arn
   }
 
-  # Version 2 alone: what makes a process of a node send a request can't have the node's credentials by it.
+  # Version 2 only: a forged request from a process of the node can't obtain the node's credentials.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -97,7 +97,7 @@ resource "aws_launch_template" "node" {
   }
 
   monitoring {
-    enabled = false # the minute's figures cost by the instance; the run measures more
+    enabled = false # detailed monitoring costs extra for each instance; the run measures more
   }
 
   placement {
@@ -119,7 +119,7 @@ resource "aws_launch_template" "node" {
     }
   }
 
-  # With EFA one interface a network card, of which the first has the node's address.
+  # With EFA, one interface per network card; the first has the node's address.
   dynamic "network_interfaces" {
     for_each = range(local.cards)
 
@@ -159,10 +159,10 @@ resource "aws_instance" "node" {
   for_each = local.nodes
 
   #checkov:skip=CKV_AWS_8:The launch template encrypts the disk.
-  #checkov:skip=CKV_AWS_79:The launch template asks for version 2 of the metadata service.
-  #checkov:skip=CKV_AWS_126:The minute's figures cost by the instance; the run measures more.
-  #checkov:skip=CKV_AWS_135:Types with GPUs are optimised for EBS, whatever is asked for.
-  #checkov:skip=CKV2_AWS_41:The launch template has the role.
+  #checkov:skip=CKV_AWS_79:The launch template requires version 2 of the metadata service.
+  #checkov:skip=CKV_AWS_126:Detailed monitoring costs extra for each instance; the run measures more.
+  #checkov:skip=CKV_AWS_135:GPU instance types are always EBS-optimised.
+  #checkov:skip=CKV2_AWS_41:The launch template names the role.
   tags        = merge(var.tags, { Name = "areal-${var.run}-${each.key}", "areal:node" = each.key })
   volume_tags = var.tags
 
@@ -171,8 +171,8 @@ resource "aws_instance" "node" {
     version = aws_launch_template.node.latest_version
   }
 
-  # A node lives with what it has started with. A run that is given longer, or moved to a newer checkout, applies that to
-  # nodes that start from then on.
+  # A running node keeps its launch settings. A new expiry or a newer checkout applies only to nodes that start after the
+  # change.
   lifecycle {
     ignore_changes = [launch_template[0].version]
   }

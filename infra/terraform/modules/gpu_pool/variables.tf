@@ -1,57 +1,57 @@
 variable "run" {
-  description = "The run that the nodes are for."
+  description = "Id of the run."
   type        = string
 }
 
 variable "role" {
-  description = "What the nodes do: generation or trainer."
+  description = "Role of the nodes: generation or trainer."
   type        = string
 }
 
 variable "epoch" {
-  description = "Part of the names of what AWS deletes by name: who deletes what was made under an earlier lease can't hit what is made under this one."
+  description = "Part of the names of resources that AWS deletes by name. So a process with an earlier lease can't delete resources made under this lease."
   type        = string
   default     = "000000"
 }
 
 variable "nodes" {
-  description = "How many."
+  description = "Number of nodes."
   type        = number
 }
 
 variable "instance_type" {
-  description = "Of each node."
+  description = "Instance type of each node."
   type        = string
 }
 
 variable "image" {
-  description = "AMI that the nodes boot: Linux on x86-64 with NVIDIA's driver, bash and systemd."
+  description = "AMI of the nodes: Linux on x86-64 with NVIDIA's driver, bash and systemd."
   type        = string
 }
 
 variable "disk_gib" {
-  description = "Of each node, for the system, the environment, models and versions."
+  description = "GiB of each node's disk, for the system, the environment, models and versions."
   type        = number
 }
 
 variable "spot" {
-  description = "Whether the nodes may be reclaimed, with two minutes' notice."
+  description = "Whether the nodes are spot instances, which AWS may reclaim with two minutes' notice."
   type        = bool
 }
 
 variable "max_price" {
-  description = "Most that a spot node may cost, in dollars an hour; null: what it costs on demand."
+  description = "Highest price of a spot node, in dollars an hour; null: the on-demand price."
   type        = number
   default     = null
 }
 
 variable "efa" {
-  description = "Whether types that have EFA, the network that NCCL is fast over, get it, in a placement group."
+  description = "Whether to use EFA, the fast network for NCCL, and a placement group, if the type has EFA."
   type        = bool
 }
 
 variable "network" {
-  description = "Where the nodes are: a subnet, its zone, and the security groups of the run."
+  description = "Location of the nodes: a subnet, its zone, and the run's security groups."
   type = object({
     subnet_id       = string
     zone            = string
@@ -60,22 +60,22 @@ variable "network" {
 }
 
 variable "policy" {
-  description = "What the nodes may do, an IAM policy in JSON."
+  description = "IAM policy of the nodes, in JSON."
   type        = string
 }
 
 variable "expires_at" {
-  description = "When a node shuts itself down and so terminates, whatever happens elsewhere (RFC 3339, UTC)."
+  description = "Time at which each node shuts itself down and terminates, in any case (RFC 3339, UTC)."
   type        = string
 }
 
 variable "node" {
-  description = "What a node is told of its run (flows/node.py): no secrets, but where they lie."
+  description = "Boot file of a node (flows/node.py): names of secrets, but no values."
   type        = any
 }
 
 variable "software" {
-  description = "The checkout with its environment: its path, and a script that makes it where the image has none."
+  description = "The checkout with its Python environment: its path, and a script that installs it if the image lacks it."
   type = object({
     path    = string
     install = string
@@ -83,6 +83,6 @@ variable "software" {
 }
 
 variable "tags" {
-  description = "Of everything. What a launch template starts does not get a provider's default tags."
+  description = "Tags of all resources. A launch template does not apply the provider's default tags."
   type        = map(string)
 }

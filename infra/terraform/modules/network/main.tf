@@ -1,17 +1,17 @@
-# One network for all runs: nodes in private subnets, which reach out through one NAT gateway and are reached by nobody
-# from outside. The store is reached by a gateway of its own, which costs nothing by the byte.
+# One network for all runs. Nodes are in private subnets: they connect out through one NAT gateway, and nothing outside
+# can connect to them. Traffic to the store uses an S3 gateway endpoint, which has no charge per byte.
 
 data "aws_region" "here" {}
 
 resource "aws_vpc" "this" {
-  #checkov:skip=CKV2_AWS_11:Flow logs cost by the flow, and nothing here is reachable from outside. Security groups say who may talk to whom.
+  #checkov:skip=CKV2_AWS_11:Flow logs cost extra, and nothing here is reachable from outside. Security groups control the connections.
   cidr_block           = var.cidr
   enable_dns_support   = true
   enable_dns_hostnames = true
   tags                 = { Name = var.name }
 }
 
-# Whoever forgets to name a security group gets one that lets nothing through.
+# The default security group lets nothing through, so a forgotten security group is safe.
 resource "aws_default_security_group" "closed" {
   vpc_id = aws_vpc.this.id
   tags   = { Name = "${var.name}-closed" }
@@ -22,7 +22,7 @@ resource "aws_internet_gateway" "this" {
   tags   = { Name = var.name }
 }
 
-# The NAT gateway's, and nothing else's.
+# Subnet of the NAT gateway only.
 resource "aws_subnet" "outward" {
   vpc_id                  = aws_vpc.this.id
   cidr_block              = cidrsubnet(var.cidr, 4, 15)

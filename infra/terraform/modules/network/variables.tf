@@ -1,10 +1,10 @@
 variable "name" {
-  description = "What the network's parts are called, and its control plane."
+  description = "Name of the control plane, and prefix of the network's resource names."
   type        = string
 }
 
 variable "cidr" {
-  description = "Addresses of the network; a /20 holds a few thousand nodes."
+  description = "Address range of the network; a /20 holds a few thousand nodes."
   type        = string
   default     = "10.64.0.0/20"
 
@@ -15,7 +15,7 @@ variable "cidr" {
 }
 
 variable "zones" {
-  description = "Availability zones that nodes may be in, one private subnet each."
+  description = "Availability zones for nodes; each gets a private subnet."
   type        = list(string)
 
   validation {

@@ -1,11 +1,11 @@
-# The store: checkpoints, weights and run files below runs/, the states of Terraform below terraform/. It outlives runs,
-# and is not deleted while anything is in it.
+# The store's bucket: checkpoints, model weights and run files below runs/, Terraform states and leases below terraform/.
+# It outlives runs, and can't be deleted unless it is empty.
 
 resource "aws_s3_bucket" "this" {
-  #checkov:skip=CKV_AWS_18:Access logs would need another bucket, and hold the names of objects alone. CloudTrail has who did what.
-  #checkov:skip=CKV_AWS_144:Checkpoints are made again from older ones. A copy in another region costs more than that.
-  #checkov:skip=CKV_AWS_145:Encrypted by S3's own key unless kms_key_arn names one, which costs by the request.
-  #checkov:skip=CKV2_AWS_62:Nothing waits for an object to come.
+  #checkov:skip=CKV_AWS_18:Access logs need another bucket and hold only names of objects. CloudTrail records the calls.
+  #checkov:skip=CKV_AWS_144:A lost checkpoint is recomputed from an older one, which costs less than a copy in another region.
+  #checkov:skip=CKV_AWS_145:Encrypted with S3's own key, unless kms_key_arn names one, which costs extra per request.
+  #checkov:skip=CKV2_AWS_62:No process waits for notifications of new objects.
   bucket = var.bucket
 }
 
@@ -46,7 +46,7 @@ resource "aws_s3_bucket_ownership_controls" "this" {
   }
 }
 
-# Writers that were killed leave parts which nobody sees; retention deletes what is needed no more.
+# Deletes hidden parts of uploads that a killed writer has left, and old versions of deleted or replaced objects.
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   bucket = aws_s3_bucket.this.id
 

@@ -4,6 +4,6 @@ output "bucket" {
 }
 
 output "arn" {
-  description = "The bucket, for policies."
+  description = "ARN of the bucket, for policies."
   value       = aws_s3_bucket.this.arn
 }

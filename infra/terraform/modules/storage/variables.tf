@@ -1,5 +1,5 @@
 variable "bucket" {
-  description = "Name of the bucket, unique in the world."
+  description = "Name of the bucket, globally unique."
   type        = string
 
   validation {
@@ -9,7 +9,7 @@ variable "bucket" {
 }
 
 variable "noncurrent_days" {
-  description = "Days for which what was deleted or replaced can be brought back."
+  description = "Days for which deleted or replaced objects can be restored."
   type        = number
   default     = 7
 
@@ -20,7 +20,7 @@ variable "noncurrent_days" {
 }
 
 variable "kms_key_arn" {
-  description = "A key of yours that objects are encrypted with; null: S3's own."
+  description = "Your KMS key for the encryption of objects; null: S3's own key."
   type        = string
   default     = null
 }

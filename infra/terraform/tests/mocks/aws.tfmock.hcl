@@ -1,4 +1,4 @@
-# What the mocked provider answers where a made-up value would not do.
+# Values of the mocked provider, where a generated value would be invalid.
 
 mock_data "aws_partition" {
   defaults = { partition = "aws" }
