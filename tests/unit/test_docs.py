@@ -114,7 +114,7 @@ def test_files_of_the_first_pages_work(tmp_path: Path, monkeypatch: pytest.Monke
     task = Prompt(index=0, prompt_id="", text=row["question"], token_ids=(), answer=row["answer"], row=row)
     scores = {city: modules["mine/one_city.py"]["one_city"](task, f"In {city}.") for city in row["cities"]}
     assert scores == {city: float(city == row["answer"]) for city in row["cities"]}
-    assert modules["mine/tutor.py"]["first_step"]("7*8-3=") == "7*8=6"
+    assert modules["mine/tutor.py"]["first_step"]("7*8-3=") == "7*8=6;"
     for name, environment in (("tutor", "Tutor"), ("again", "Again")):
         assert issubclass(modules[f"mine/{name}.py"][environment], Environment)
 
