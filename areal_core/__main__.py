@@ -34,8 +34,12 @@ def _run(arguments: Sequence[str] | None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
     parser.add_argument("--run-id", help="name of the run; an existing run of this name resumes")
-    parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
-    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
+    parser.add_argument(
+        "--config", type=Path, help="YAML or JSON configuration file; omitted fields have their defaults"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="FIELD=VALUE", help="override of a field, such as training.steps=5"
+    )
     return parser.parse_intermixed_args(arguments)  # options may stand between overrides
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 
-REFUSED = "needs the run's token, from the file `token` of its folder: Authorization: Bearer TOKEN"
+REFUSED = "Authorization: must be Bearer TOKEN, with the token from the file `token` of the run's folder"
 
 
 def authorization(token: str | None) -> dict[str, str]:

@@ -146,9 +146,9 @@ class ControllerClient:
                 response = connection.getresponse()
                 content = response.read()
                 if response.status == 503:  # the controller is about to restart
-                    raise ConnectionError("it is ending")
+                    raise ConnectionError("the controller is shutting down")
                 if response.status == 200 and not content:
-                    raise ConnectionError("its response was cut short")
+                    raise ConnectionError("the response was incomplete")
                 break
             except (OSError, http.client.HTTPException) as error:
                 self.close()

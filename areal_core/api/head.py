@@ -105,7 +105,7 @@ class Session:
                 if not was_open:  # else the head node may have closed the idle connection: try a new one
                     raise
         if response.status == 401:
-            raise ConfigError(f"--token-file: {self.url} refuses this token: it is not that of its run")
+            raise ConfigError(f"--token-file: {self.url} refuses this token; use the file `token` of its run's folder")
         return response
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -124,7 +124,7 @@ class Session:
             yield
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise AwayError(f"{self.url} does not answer: {error or type(error).__name__}") from None
+            raise AwayError(f"{self.url} does not respond: {error or type(error).__name__}") from None
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
@@ -146,7 +146,7 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
                     file.truncate()
                     size, hashed = 0, blake3()
                 if response.length is None:
-                    raise StorageError(f"{path}: {session.url} does not say how long it is")
+                    raise StorageError(f"{path}: the response of {session.url} has no Content-Length")
                 total = size + response.length
                 while not stopped() and (count := session.read(response, buffer)):
                     file.write(buffer[:count])
@@ -154,32 +154,32 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
                     size += count
                 if size != total:
                     session.close()
-                    raise AwayError("the response ended before the file")
+                    raise AwayError("the response ended early")
             except AwayError as error:
                 said = str(error)
             if stopped():
-                raise AwayError(f"{path}: nobody waits for it any more")
+                raise AwayError(f"{path}: the download was cancelled")
             if size > before:
                 came_at = time.monotonic()
             elif time.monotonic() - came_at > patience_s:
-                raise AwayError(f"{path} is cut short, {size} of {total} bytes: {said}")
+                raise AwayError(f"{path} is incomplete, {size} of {total} bytes: {said}")
             if size != total:
                 time.sleep(_AGAIN_S)
     if (found := hashed.hexdigest()) != digest:
-        raise StorageError(f"{path} is damaged: its digest is {found}, must be {digest}")
+        raise StorageError(f"{path} is damaged: its digest is {found}, expected {digest}")
     return size
 
 
 def checked_url(url: str, name: str = "--head") -> str:
     """Return `url` without a final slash. Raises ConfigError, with the field `name`, for an invalid URL."""
-    refuse_credentials(name, url, "the token has an option of its own (--token-file)")
+    refuse_credentials(name, url, "pass the token as --token-file")
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"{name}: must be the URL of a data server, as http://10.0.0.1:8900, got {url!r}")
+        raise ConfigError(f"{name}: must be the URL of a data server, such as http://10.0.0.1:8900, got {url!r}")
     return url.rstrip("/")
 
 
@@ -188,7 +188,7 @@ def parsed(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError:
-        raise AwayError(f"the head node has sent no JSON: {_line(content)}") from None
+        raise AwayError(f"the head node sent invalid JSON: {_line(content)}") from None
 
 
 def _line(content: bytes) -> str:

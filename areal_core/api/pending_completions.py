@@ -192,8 +192,8 @@ def _problem(indices: Sequence[int], received: Received) -> str | None:
     if received.problem is not None:
         return received.problem
     if len(received.choices) != len(indices):
-        return f"{len(received.choices)} completions where {len(indices)} were requested"
+        return f"requested {len(indices)} completions, got {len(received.choices)}"
     for index, choice in zip(indices, received.choices, strict=True):
         if not choice.tokens and choice.finish_reason != "abort":
-            return f"completion {index} ended ({choice.finish_reason}) without a token"
+            return f"completion {index} has no token (finish_reason {choice.finish_reason})"
     return None

@@ -50,4 +50,4 @@ async def read(request: web.Request, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ValueError(f"body: {error}") from None
     except RecursionError:
-        raise ValueError("body: is nested too deeply") from None
+        raise ValueError("body: its JSON is nested too deeply") from None

@@ -75,7 +75,7 @@ def parsed_spans(text: str) -> list[Span]:
         if all(start <= end for start, end in spans):
             return spans
     raise ValueError(
-        f"spans: must be first bytes and those after the last, as 0-48,96-200, got {text[:_SHOWN_CHARS]!r}"
+        f"spans: must be byte ranges START-END without byte END, such as 0-48,96-200, got {text[:_SHOWN_CHARS]!r}"
     )
 
 
@@ -97,7 +97,7 @@ def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
         array: np.ndarray = getattr(payload, name)
         assert array.dtype == dtype, f"{name}: {array.dtype}"
         assert array.shape == (int(payload.lengths.sum()),), f"{name}: {array.shape}"
-    assert all(prompt.dtype == _PROMPT for prompt in payload.prompts), "prompts: they must be int32"
+    assert all(prompt.dtype == _PROMPT for prompt in payload.prompts), "prompts: must be int32"
     parts = [prompt.tobytes() for prompt in payload.prompts]
     for start, end in zip(ends - payload.lengths, ends, strict=True):
         parts.append(b"".join(getattr(payload, name)[start:end].tobytes() for name in _FIELDS))
@@ -125,7 +125,7 @@ def read_group(
     for part, data in zip(chosen, parts, strict=True):
         start, end = spans[part]
         if len(data) != end - start or zlib.crc32(data) != group.checksums[part]:
-            raise StorageError(f"part {part} of a trajectory group is not what was stored")
+            raise StorageError(f"part {part} of a trajectory group is damaged: its length or CRC-32 does not match")
     lengths = [group.lengths[index] for index in sequences]
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _FIELDS}
     for data, length in zip(parts[len(prompts) :], lengths, strict=True):

@@ -66,8 +66,8 @@ async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Pa
             if loop.time() > deadline:
                 why = os.strerror(error.errno or 0)
                 raise ConfigError(
-                    f"{kept}: this machine can't listen on port {port} of {address} again: {why}; end what uses the "
-                    "port, or delete the file to have another one chosen"
+                    f"{kept}: can't listen on port {port} of {address} again: {why}; stop the process that uses this "
+                    "port, or delete the file to choose another port"
                 ) from None
         await asyncio.sleep(_AGAIN_S)
 
@@ -94,7 +94,7 @@ async def _read(request: web.Request, silent_s: float) -> None:
             before = request.content.total_bytes
             await asyncio.wait([reading], timeout=silent_s)
             if not reading.done() and request.content.total_bytes - before < _LEAST_BYTES:
-                raise web.HTTPRequestTimeout(text=f"body: less than {_LEAST_BYTES} bytes came in {silent_s:g} s")
+                raise web.HTTPRequestTimeout(text=f"body: received less than {_LEAST_BYTES} bytes in {silent_s:g} s")
         reading.result()
     finally:
         reading.cancel()

@@ -142,7 +142,7 @@ def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
             raise ServerLostError(str(part["error"]))
         return tuple(map(int, part["completions"])), int(part["bytes"])
     except (KeyError, TypeError, ValueError) as error:
-        raise GenerationError(f"not a part of a response: {type(error).__name__}: {error}") from None
+        raise GenerationError(f"invalid part of a streamed response: {type(error).__name__}: {error}") from None
 
 
 def join_completions(completions: Sequence[SampledCompletion]) -> list[Completion]:
@@ -156,7 +156,7 @@ def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) ->
     try:
         parts = [parsed[id(body)][index] for body, index in completion.segments]
     except IndexError:
-        raise GenerationError("not a response of /inference/v1/generate: it has fewer choices than asked for") from None
+        raise GenerationError("not a response of /inference/v1/generate: it has fewer choices than requested") from None
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),

@@ -74,7 +74,7 @@ def _check_task(config: RunConfig) -> None:
             f"model.path: task.name={config.task.name} needs a model; the embedded one only knows arithmetic"
         )
     scored, score = config.evaluated, config.stop.score
-    require(scored or score is None, "stop.score", "null where no version is scored", score)
+    require(scored or score is None, "stop.score", "null when no version is evaluated", score)
 
 
 def _check_programs(config: RunConfig) -> None:
@@ -129,13 +129,13 @@ def _check_evaluation(config: RunConfig) -> None:
     if not config.evaluated:
         return
     evaluation, lent, score = config.evaluation, not config.evaluation.servers, config.stop.score
-    wanted = "at least 1 with one generation server, which the run can't spare"
+    wanted = "at least 1 with a single generation server, which an evaluation can't borrow"
     require(not lent or config.generation_servers > 1, "evaluation.servers", wanted, evaluation.servers)
     if config.scores_at_the_end:
-        late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
+        late = "with evaluation.servers=0 and generation.sleep=true, which evaluates versions after the training"
         require(score is None, "stop.score", f"null {late}", score)
     shared = lent or config.launch.accelerator == "cpu"
-    why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
+    why = "evaluation.servers=0, which borrows the run's servers" if lent else "launch.accelerator=cpu"
     own = evaluation.accelerator == "cpu" or not shared
     require(own, "evaluation.accelerator", f"cpu with {why}", evaluation.accelerator)
 
@@ -146,7 +146,7 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
     In synchronous mode they take turns."""
     ranks, scoring = config.training_ranks, config.evaluation_devices
     needed, link = (generating + ranks, "and") if config.mode == "async" else (max(generating, ranks), "then")
-    beside = f", {scoring} score versions" if scoring else ""
+    beside = f", {scoring} evaluate" if scoring else ""
     wanted = f"at least {needed + scoring} {who} {link} {ranks} train{beside})"
     require(needed + scoring <= config.launch.devices, "launch.devices", wanted, config.launch.devices)
 
@@ -154,9 +154,11 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks, remote = config.training.hosts, config.trainer_processes, "trainer" in config.remote_roles
     head_trains, started_by_hand = config.launch.head_trains, config.provision.kind == "local"
-    wanted = "true unless machines that you start train (launch.remote_roles=trainer or both, provision=local)"
+    wanted = (
+        "true unless machines that you start run the trainer (launch.remote_roles=trainer or both, provision=local)"
+    )
     require(head_trains or (remote and started_by_hand), "launch.head_trains", wanted, head_trains)
-    wanted = "1 unless other machines train (launch.remote_roles=trainer or both)"
+    wanted = "1 unless other machines run the trainer (launch.remote_roles=trainer or both)"
     require(remote or hosts == 1, "training.hosts", wanted, hosts)
     wanted = (
         f"at least 2 with launch.remote_roles={config.launch.remote_roles}, where the head node is the first machine "

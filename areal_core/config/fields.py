@@ -106,8 +106,13 @@ def _tasks(schema: type[Any], values: Any, prefix: str) -> dict[str, Any]:
     built: dict[str, Any] = {}
     for key, value in _group(values, prefix).items():
         name = f"{prefix}{key}"
-        require(str(key).isidentifier(), name, "named by letters, digits and underscores, not a digit first", key)
-        require(value, name, f"a group of fields with a task, as in {name}.task.name=arithmetic", value)
+        require(
+            str(key).isidentifier(),
+            name,
+            "a name of letters, digits and underscores that does not start with a digit",
+            key,
+        )
+        require(value, name, f"a group of fields with a task, such as {name}.task.name=arithmetic", value)
         with of_task(key):
             built[str(key)] = build(schema, value, name + ".")
     return built

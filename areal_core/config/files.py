@@ -37,5 +37,5 @@ def read_values(field: str, file: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise ConfigError(f"{field}: can't read {file}: {reason}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{field}: {file} must hold fields and their values")
+        raise ConfigError(f"{field}: {file} must be a mapping of fields to values")
     return cast(dict[str, Any], values)

@@ -20,7 +20,7 @@ TASKS = {  # task -> verifier that fits its gold answers
     "rows": "mathematics",
     "reasoning_gym": "reasoning_gym",
 }
-MLFLOW_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, are for them"
+MLFLOW_CREDENTIALS = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 _EXPERIMENT_BYTES = 250  # MLflow's databases allow 256 characters
 
 
@@ -84,9 +84,9 @@ class TaskConfig:
     def check(self) -> None:
         check_name("task.name", self.name, TASKS)
         if self.name == "reasoning_gym" and not self.dataset:
-            raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
+            raise ConfigError("task.dataset: must name a data set of reasoning-gym with task.name=reasoning_gym")
         if self.name == "rows" and not self.held_out_path:
-            raise ConfigError("task.held_out_path: task.name=rows needs a file of prompts to evaluate with")
+            raise ConfigError("task.held_out_path: must name a file of prompts for evaluation with task.name=rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,9 @@ class GenerationConfig:
     def check(self) -> None:
         check_name("generation.engine", self.engine, GENERATION_ENGINES)
         if self.temperature > (most := known_generation(self.engine).max_temperature):
-            raise ConfigError(f"generation.temperature: {self.engine} takes {most:g} at most, got {self.temperature:g}")
+            raise ConfigError(
+                f"generation.temperature: must be at most {most:g} with engine={self.engine}, got {self.temperature:g}"
+            )
         try:
             shlex.split(self.vllm.arguments)
         except ValueError as error:
@@ -293,7 +295,7 @@ class StorageConfig:
 
     def check(self) -> None:
         for name, address in (("url", self.url), ("endpoint_url", self.endpoint_url)):
-            refuse_credentials(f"storage.{name}", address, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for them")
+            refuse_credentials(f"storage.{name}", address, "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,14 +434,17 @@ class ProvisionConfig:
         for role, nodes in (("generation", self.generation), ("trainer", self.trainer)):
             if (nodes.gpu == "none") != (nodes.gpus == 0):
                 raise ConfigError(
-                    f"provision.{role}.gpus: must be 0 with gpu=none, and only then, got {nodes.gpus} of {nodes.gpu}"
+                    f"provision.{role}.gpus: must be 0 with gpu=none and at least 1 otherwise, "
+                    f"got {nodes.gpus} of {nodes.gpu}"
                 )
             if nodes.max_price is not None and not nodes.spot:
-                raise ConfigError(f"provision.{role}.max_price: is for spot nodes (spot=true): others have a price")
+                raise ConfigError(f"provision.{role}.max_price: must be null without spot=true; set price instead")
             if self.budget is not None and self.kind == "terraform" and nodes.count and self.dollars(nodes) is None:
-                raise ConfigError(f"provision.{role}.price: must be given where there is a budget, dollars an hour")
+                raise ConfigError(f"provision.{role}.price: must be set with provision.budget, in dollars per hour")
         if self.kind != "local" and self.trainer.count < 1:
-            raise ConfigError("provision.trainer.count: must be at least 1: the first one is the run's head node")
+            raise ConfigError(
+                "provision.trainer.count: must be at least 1, as the first trainer node is the run's head node"
+            )
         for name, pairs in (("environment", self.environment), ("secrets", self.secrets)):
             shell_pairs(f"provision.{name}", pairs)
 
@@ -454,7 +459,7 @@ def shell_pairs(name: str, text: str) -> dict[str, str]:
     try:
         pairs = dict(word.split("=", 1) for word in shlex.split(text))
     except ValueError:
-        raise ConfigError(f"{name}: must be pairs NAME=value, as a shell would read them, got {text!r}") from None
+        raise ConfigError(f"{name}: must be NAME=value pairs in shell syntax, got {text!r}") from None
     if wrong := [word for word in pairs if not word.isidentifier()]:
         raise ConfigError(f"{name}: {wrong[0]!r} is not the name of an environment variable")
     return pairs

@@ -29,7 +29,7 @@ def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> 
     lease.check(storage, run.info().number)
     final, best = storage.child("final"), storage.child("best")
     if not weights.is_whole(version):
-        raise StorageError(f"{version.path}: version {version.version} is gone or damaged")
+        raise StorageError(f"{version.path}: version {version.version} is missing or damaged")
     scratch = run.root / "best"
     scratch.mkdir(exist_ok=True)
     for name in final.list():
@@ -51,7 +51,7 @@ def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None =
     """Return a model card in Markdown, with the Hub's header, for the final version or for the `best` one."""
     base = config.model.path or "the embedded model, made by a supervised warm-up"
     its = summary
-    scores = "Its versions were not scored."
+    scores = "No version was evaluated."
     if its.accuracy_before is not None and its.accuracy_after is not None:
         scores = f"Held-out accuracy: {its.accuracy_before:.3f} before the training, {its.accuracy_after:.3f} after it."
     if best is not None:

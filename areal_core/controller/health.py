@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _STEPS = 10  # number of steps over which unscored groups are counted
 _UNSCORED = ("rollout/reward_failed_groups", "rollout/reward_timeout_groups", "rollout/reward_worker_died_groups")
 _IDLE = {  # metrics that are 1 if a step teaches nothing: the cause, and the fields to change
-    "completion/truncated": "all completions were cut off: raise task.max_new_tokens",
-    "reward/zero_variance": "all rewards that are compared were equal: choose other prompts (task) or another verifier "
+    "completion/truncated": "all completions were truncated: raise task.max_new_tokens",
+    "reward/zero_variance": "all groups were zero-variance: choose other prompts (task) or another verifier "
     "(environment.verifier)",
     "loss/mask_fraction": "all tokens were masked: widen algorithm.behaviour_mask_low and behaviour_mask_high",
 }
@@ -53,14 +53,14 @@ class Health:
     def look(self, step: int, values: Mapping[str, float]) -> None:
         """Judge metrics of a step. The keys of one check must come in one call; others may come later."""
         if (kl := values.get("policy/train_inference_kl")) is not None:
-            said = f"policy/train_inference_kl is {kl:.3g} nats a token"
+            said = f"policy/train_inference_kl is {kl:.3g} nats per token"
             self._judge("train_inference_kl", step, said, kl, "max_train_inference_kl")
         if (stale := values.get("staleness/groups_over_bound")) is not None:
             share = stale / self._groups
             said = f"{share:.0%} of the batch is older than rollout.max_staleness"
             self._judge("stale", step, said, share, "max_stale_share")
         if (failed := values.get("outcome/failed")) is not None:
-            said = f"{failed:.0%} of the batch's rollouts have no result"
+            said = f"{failed:.0%} of the rollouts in the batch have no result"
             self._judge("no_result", step, said, failed, "max_unscored_share")
         if all(key in values for key in _UNSCORED):
             if step == 1:
@@ -68,7 +68,7 @@ class Health:
             self._unscored.append(sum(values[key] for key in _UNSCORED))
             failed = self._unscored[-1] - self._unscored[0]
             tried = self._groups * max(1, len(self._unscored) - 1) + failed
-            said = f"{failed / tried:.0%} of the groups of late had no rewards"
+            said = f"{failed / tried:.0%} of the recent groups have no rewards"
             self._judge("rewards", step, said, failed / tried, "max_unscored_share")
         if (bound := self._max_idle_steps) is not None:
             self._look_for_idle(step, values, min(bound, self._steps))
@@ -77,7 +77,7 @@ class Health:
         for key in _IDLE.keys() & values.keys():
             self._idle[key] = self._idle[key] + 1 if values[key] == 1.0 else 0
         why = next((why for key, why in _IDLE.items() if self._idle[key] >= bound), None)
-        said = f"nothing was learnt in {bound} steps, {why} (health.max_idle_steps)"
+        said = f"no learning signal in {bound} steps, {why} (health.max_idle_steps)"
         self._tell("idle", step, said if why else None)
 
     def wait(self, step: int, seconds: float) -> None:
@@ -93,7 +93,7 @@ class Health:
         """Raise an alert unless it is raised already. None as `text` withdraws it."""
         if text is None:
             if self._alerts.pop(kind, None):
-                logger.info("no longer: %s", kind)
+                logger.info("alert withdrawn: %s", kind)
         elif kind not in self._alerts:
             self._alerts[kind] = Alert(kind=kind, step=step, text=text)
             logger.warning("%s", text)

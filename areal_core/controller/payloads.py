@@ -166,7 +166,9 @@ def read_payload(folder: Path, place: Place) -> bytes:
     except OSError as error:
         raise DamagedPayloadError(f"can't read {file}: {error.strerror}") from error
     if len(payload) != place.bytes or zlib.crc32(payload) != place.crc32:
-        raise DamagedPayloadError(f"{file} is damaged: at {place.start} lies another payload than was written")
+        raise DamagedPayloadError(
+            f"{file} is damaged: the payload at byte {place.start} does not match its length and CRC-32"
+        )
     return payload
 
 

@@ -141,7 +141,7 @@ class GenerationPool:
                     await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # a request may arrive after the abort
         except TimeoutError:
             for request_id, server in list(serving.items()):
-                self.registry.apply(server, "fail", f"it did not hand {request_id} over in {_HAND_OVER_S:g} s")
+                self.registry.apply(server, "fail", f"it did not return {request_id} within {_HAND_OVER_S:g} s")
         finally:
             work.cancel()  # of requests that still wait for a server
             await asyncio.gather(work, return_exceptions=True)
@@ -202,7 +202,7 @@ class GenerationPool:
             raise
         except asyncio.CancelledError:
             if server.gone and call.cancelled() and not _cancelling():
-                raise ServerLostError(f"{server.name} was taken out while it served {request.request_id}") from None
+                raise ServerLostError(f"{server.name} was removed while it served {request.request_id}") from None
             raise
         finally:
             server.calls.discard(call)
@@ -214,7 +214,7 @@ class GenerationPool:
             async with asyncio.timeout(self.patience_s):
                 await self.registry.until(lambda: self.registry.at_work)
         except TimeoutError:
-            raise GenerationError(f"no generation server joined in {self.patience_s:g} s") from None
+            raise GenerationError(f"no generation server joined within {self.patience_s:g} s") from None
         return min(self.registry.at_work, key=lambda server: server.completions)
 
     def _on_transition(self, server: Server, before: ServerState) -> None:
@@ -274,7 +274,7 @@ class GenerationPool:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and not _cancelling():
-                raise ServerLostError(f"{name} at {url} was taken out before it had joined") from None
+                raise ServerLostError(f"{name} at {url} was removed before it had joined") from None
             raise
 
     async def leave(self, name: str) -> None:
@@ -354,7 +354,7 @@ class GenerationPool:
             async with registry.exclusive, patience(limit_s):
                 await self._serve(server, await self._load_target(server, newest))
         except TimeoutError:
-            raise ServerLostError(f"{server.name}: it took more than {limit_s:g} s to catch up") from None
+            raise ServerLostError(f"{server.name}: it did not load the newest version within {limit_s:g} s") from None
 
     async def _serve(self, server: Server, counted: int) -> None:
         self.counters.join(server.name, server.url, counted)
@@ -367,7 +367,7 @@ class GenerationPool:
         error = None if task.cancelled() else task.exception()
         if server.state in (ServerState.ANNOUNCED, ServerState.JOINING):
             event = "fail" if isinstance(error, ServerLostError) else "end"
-            self.registry.apply(server, event, str(error or "taken out, or at work already"))
+            self.registry.apply(server, event, str(error or "removed, or already serving"))
 
     async def _is_unchanged(self, server: Server) -> bool:
         """Whether the process at a server's URL is still the one that joined."""
@@ -412,7 +412,9 @@ class GenerationPool:
                 await self._reported([server])
         except (GenerationError, TimeoutError) as error:
             reason = str(error) or f"no response in {_HAND_OVER_S:g} s"
-            logger.warning("generation server %s left without handing over what it had: %s", server.name, reason)
+            logger.warning(
+                "generation server %s left without returning its unfinished completions: %s", server.name, reason
+            )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

@@ -139,7 +139,9 @@ class Recorder:
             return dict(function(groups))
         except Exception as error:
             name = self._config.tracking.batch_metrics
-            raise TrackingError(f"tracking.batch_metrics: {name} must return numbers by name: {error!r}") from error
+            raise TrackingError(
+                f"tracking.batch_metrics: {name} must return a mapping of names to numbers: {error!r}"
+            ) from error
 
     def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
         """Share of a batch's groups whose rewards are all equal.
@@ -242,7 +244,7 @@ class Recorder:
         try:
             yield
         except (TrackingError, sqlite3.Error) as error:
-            logger.warning("not tracked: %s", error, exc_info=error.__cause__)
+            logger.warning("tracking: could not record metrics: %s", error, exc_info=error.__cause__)
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class ServerRegistry:
         """Register a server as the next incarnation of its name. A LOST one of this name ends."""
         for before in self.servers:
             if before.name == name and before.state is ServerState.LOST:
-                self.apply(before, "end", "another one takes its place")
+                self.apply(before, "end", "a new server of this name replaces it")
         server = Server(name, client)
         self._servers.append(server)
         self._tell(server, ServerState.ANNOUNCED)
@@ -156,7 +156,9 @@ class ServerRegistry:
         """Apply one transition; "load" sets the server's version. Raises RuntimeError if the picture lacks it."""
         before, after = server.state, _LEADS[event].get(server.state)
         if after is None:
-            raise RuntimeError(f"generation server {server.name} is {before.value}: no {event!r} leads on from there")
+            raise RuntimeError(
+                f"generation server {server.name} is {before.value}: the event {event!r} is not possible in this state"
+            )
         if event == "load":
             server.loaded = version
         if before is after:
@@ -165,7 +167,7 @@ class ServerRegistry:
         if after is ServerState.ENDED:
             self._servers.remove(server)
         level = logging.WARNING if event == "fail" else logging.DEBUG
-        what = "taken out" if event == "fail" else after.value
+        what = "removed" if event == "fail" else after.value
         logger.log(level, "generation server %s is %s: %s", server.name, what, reason or event)
         self._tell(server, before)
 
@@ -213,7 +215,7 @@ class ServerRegistry:
             finally:
                 for server in members:
                     if server.state is ServerState.UPDATING:
-                        self.apply(server, "fail", "its update was broken off")
+                        self.apply(server, "fail", "its weight update was interrupted")
 
     def _tell(self, server: Server, before: ServerState) -> None:
         self._changed.set()

@@ -43,7 +43,9 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     if newest is None:
         if run.ledger.exists():
             kept = _set_aside(run)
-            logger.warning("there is no checkpoint yet: the run begins anew; its ledger is kept as %s", kept.name)
+            logger.warning(
+                "no checkpoint exists: the run starts from the beginning; the old ledger is kept as %s", kept.name
+            )
         return None
 
     def fetched(info: CheckpointInfo) -> dict[str, Path]:
@@ -54,7 +56,7 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     if found is None:
         if run.ledger.exists():
             raise StorageError(
-                f"{storage.url}: no checkpoint is whole, and {run.ledger} does not belong to any: start the run under "
+                f"{storage.url}: no checkpoint is complete, and {run.ledger} matches none of them: start the run under "
                 "another id"
             )
         return None
@@ -70,7 +72,7 @@ def restore(run: RunDir, storage: Storage) -> int | None:
         ledger.publish(version)
     if run.ledger.exists():
         kept = _set_aside(run)
-        logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
+        logger.warning("the ledger does not match the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
     for suffix in ("-wal", "-shm"):  # SQLite would apply these files of the other ledger to the new one
         run.ledger.with_name(run.ledger.name + suffix).unlink(missing_ok=True)
     durable.replace(files[info.ledger], run.ledger)

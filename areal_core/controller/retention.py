@@ -98,7 +98,7 @@ class Retention:
         try:
             await asyncio.to_thread(_delete_pages, self.pages, {known.version for known in scored} - kept)
         except OSError as error:
-            logger.warning("can't delete old evaluation pages: %s; will retry", error)
+            logger.warning("could not delete old evaluation pages: %s; will retry", error)
 
     def committed(self) -> None:
         """Delete older checkpoints, and the payloads that no replay needs, after a checkpoint is complete.
@@ -116,7 +116,7 @@ class Retention:
             async with self.snapshots.exclusive:
                 await self._prune()
         except (StorageError, OSError) as error:
-            logger.warning("what is no longer needed stays for now: %s", error)
+            logger.warning("could not delete obsolete files: %s; will retry", error)
 
     async def _prune(self) -> None:
         oldest = await asyncio.to_thread(

@@ -120,7 +120,9 @@ class Routes:
         step = int(request.match_info["step"])
         if step <= self._run.ledger.payloads.forgotten:
             self._run.fail(
-                StorageError(f"the payloads of step {step} are forgotten: it goes on with the ledger of a checkpoint")
+                StorageError(
+                    f"the payloads of step {step} are deleted: the run continues with the ledger of a checkpoint"
+                )
             )
             return web.Response(status=503)
         fixed_before = self._run.ledger.last_step()
@@ -151,7 +153,7 @@ class Routes:
     async def _publish(self, request: web.Request) -> web.Response:
         version = await read(request, PolicyVersion)
         if version.version < 1:
-            raise LedgerError(f"version: must be 1 or more, as version 0 is the base model, got {version.version}")
+            raise LedgerError(f"version: must be at least 1, as version 0 is the base model, got {version.version}")
         if self._run.config.sleeps:
             await self._run.servers.wake_up()
         outcome = self._run.controller.publish(version)

@@ -147,7 +147,7 @@ class Service:
         try:
             rows = await asyncio.to_thread(*table)
         except (OSError, StorageError) as error:
-            logger.warning("step %d: its texts are not recorded: %s", manifest.step, error)
+            logger.warning("step %d: could not record its trajectories: %s", manifest.step, error)
         else:
             self.recorder.document("trajectories", manifest.step, {"rows": rows})
 
@@ -175,7 +175,7 @@ class Service:
                 await self.payloads.read(place)
             except DamagedPayloadError:
                 if self.ledger.payloads.get(group_id) == place:  # else the group was dropped meanwhile
-                    logger.warning("group %d starts again: its payload is damaged", group_id)
+                    logger.warning("group %d is generated again: its payload is damaged", group_id)
                     self.controller.lose(group_id)
         forget_damaged(self.ledger)
         self.recorder.forget(self.ledger.versions.last() + 1)
@@ -235,8 +235,8 @@ class Service:
         else:
             next_one = "generation" if running or not at_work else "trainer"
         heartbeat.say(
-            f"version {its.versions.last()}, batch {its.last_step()} fixed, {its.admitted} groups admitted, "
-            f"{running} in flight, {scored} versions scored, {at_work} servers at work",
+            f"version {its.versions.last()}, batch {its.last_step()} assembled, {its.admitted} groups admitted, "
+            f"{running} in flight, {scored} versions evaluated, {at_work} servers serving",
             waits_for=next_one,
         )
 
@@ -252,7 +252,7 @@ class Service:
         assert ending is not None
         tokens = await self._counted()
         for reason, groups in self.ledger.dropped().items():
-            logger.info("dropped groups: %d, %s", groups, reason)
+            logger.info("dropped groups: %d (%s)", groups, reason)
         if not tokens.balanced:
             raise TokenLedgerError(f"tokens: the token ledger does not balance: {tokens}")
         logger.info("tokens: %s", tokens)
@@ -273,13 +273,13 @@ class Service:
             return
         version = self.ledger.versions.get(best.version)
         if version is None:
-            logger.warning("the best version is not kept: version %d is damaged", best.version)
+            logger.warning("could not export the best version: version %d is damaged", best.version)
             return
         card = model_card(self.config, summary, best)
         try:
             await asyncio.to_thread(export, self.run_dir, self.storage, version, card)
         except (StorageError, ProcessError) as error:
-            logger.warning("the best version is not kept: %s", error)
+            logger.warning("could not export the best version: %s", error)
 
     async def _counted(self) -> TokenLedger:
         """Return the token ledger once it balances, or after _COUNT_TRIES reads. vLLM counts tokens only after its

@@ -77,7 +77,7 @@ def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain
     chains = reserved(((chain.prompt, chain) for chain in drawn), count)
     if len(chains) < count:
         raise ConfigError(
-            f"task.held_out: at most about {len(chains)} distinct prompts are reserved with "
+            f"task.held_out: must be at most about {len(chains)}, the distinct prompts reserved with "
             f"task.max_operations={max_operations}, got {count}"
         )
     return chains

@@ -135,8 +135,8 @@ def check(isolation: str) -> None:
     """Raise ConfigError if environment.sandbox asks for a confinement that this kernel lacks."""
     if isolation != "none" and (platform.machine() != "x86_64" or _landlock_version() < 1):
         raise ConfigError(
-            "environment.sandbox: this kernel can't confine verifiers, it has no Landlock (Linux 5.13, x86-64); "
-            "environment.sandbox=none waives isolation"
+            "environment.sandbox: can't confine verifiers: this kernel has no Landlock (Linux 5.13 or newer, x86-64); "
+            "set environment.sandbox=none to run them without isolation"
         )
 
 

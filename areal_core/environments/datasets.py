@@ -56,7 +56,7 @@ def check_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     for setting, digest in now.items():
         if before.get(setting, digest) != digest:
             raise ConfigError(
-                f"{setting}: gives other prompts than when this run was started; put back what the task's files held, "
+                f"{setting}: yields different prompts than when this run was started; restore the task's files, "
                 "or start the run under another id"
             )
 

@@ -25,7 +25,7 @@ class Dialogue:
 
     def __init__(self, chat: ChatConfig, tokenizer: Tokenizer) -> None:
         if chat.enabled and tokenizer.chat is None:
-            raise ConfigError("task.chat.enabled: must be false, the model's folder has no chat template; got true")
+            raise ConfigError("task.chat.enabled: must be false, as the model's folder has no chat template, got true")
         self._chat = chat
         self._tokenizer = tokenizer
         self._template = tokenizer.chat if chat.enabled else None
@@ -68,7 +68,7 @@ class Dialogue:
         whole = self._render(template, [*self._opening(), _user("?"), answered, *messages])
         _, found, rest = whole.rpartition(_COMPLETION)
         if not found:
-            raise ModelError("the chat template leaves out what the policy has answered")
+            raise ModelError("the chat template omits the policy's replies; use another chat template")
         return self._tokenizer.encode(rest)
 
     def _opening(self) -> list[Message]:

@@ -133,7 +133,7 @@ class ForkServer:
             reply = self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
         except (EOFError, OSError) as error:
             self._end()
-            raise RewardError(f"the process that judges answers is gone: {error}") from error
+            raise RewardError(f"the scoring process has exited: {error}") from error
         except BaseException:
             self._end()
             raise
@@ -167,10 +167,10 @@ class ForkServer:
         Raises RewardError for another number, or after `timeout_s`."""
         assert self._pipe is not None
         if not self._pipe.poll(timeout_s):
-            raise RewardError(f"the process that judges answers did not reply within {timeout_s:g} s")
+            raise RewardError(f"the scoring process did not reply within {timeout_s:g} s")
         number, status, value = json.loads(self._pipe.recv_bytes())
         if number != expected:
-            raise RewardError(f"the process that judges answers replied to {number}, not to {expected}")
+            raise RewardError(f"the scoring process replied to request {number}, expected {expected}")
         return Reply(status, value)
 
 
@@ -191,7 +191,9 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     _join_pages(heap)
     probe = cast(Scorer, SimpleNamespace(judge=lambda prepared, answer: True))
     if _judged(pipe, probe, None, "", null, settings) != ("done", True):
-        raise OSError("a fork can't be confined here")  # otherwise each answer would seem to kill its fork
+        raise OSError(
+            "this machine can't confine a forked process"
+        )  # otherwise each answer would seem to kill its fork
     pipe.send_bytes(json.dumps([_READY, "done", None]).encode())
     while True:
         try:

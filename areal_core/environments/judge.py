@@ -38,7 +38,9 @@ class LanguageModelJudge:
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._config = its = environment.judge
         if its.url is None or not its.model:
-            raise ConfigError("environment.judge.url: environment.verifier=judge needs judge.url and judge.model")
+            raise ConfigError(
+                "environment.judge.url: must be set, with environment.judge.model, with environment.verifier=judge"
+            )
         key = os.environ.get(its.key_variable)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -88,7 +90,7 @@ class LanguageModelJudge:
                     break
                 wait_s = max(wait_s, _seconds(response.headers.get("retry-after")))
             except TimeoutError:
-                why = f"no response in {its.timeout_s:g} s (environment.judge.timeout_s)"
+                why = f"no response within {its.timeout_s:g} s (environment.judge.timeout_s)"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 why = f"{type(error).__name__}: {error}"
             if attempt + 1 < its.tries:
@@ -96,7 +98,7 @@ class LanguageModelJudge:
         return self._failed(why)
 
     def _failed(self, why: str) -> Verdict:
-        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {self._config.url} gives no score: {why}")
+        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {self._config.url} returned no score: {why}")
 
     async def _turn(self) -> None:
         """Wait until `requests_per_s` allows another request."""
@@ -118,7 +120,7 @@ def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verd
     Raises ValueError if there is none, and other errors for an invalid response."""
     text, used = answer["choices"][0]["message"]["content"], answer.get("usage")
     if (found := _SCORE.search(text)) is None:
-        raise ValueError(f"it has written {text[:200]!r}, which ends on no number from 0 to 1")
+        raise ValueError(f"its reply {text[:200]!r} does not end with a number from 0 to 1")
     counts = used if isinstance(used, dict) else {}
     read, written = (int(counts.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     dollars = (read * config.dollars_per_million_read + written * config.dollars_per_million_written) / 1e6

@@ -48,7 +48,7 @@ class ProceduralSource:
             prompt = self._prompt(index, self._training_seed, draw)
             if not is_held_out(prompt.text) and self._fits(prompt):
                 return prompt
-        raise ConfigError(f"task.max_prompt_tokens: must be more for {self._task.dataset}, whose prompts are longer")
+        raise ConfigError(f"task.max_prompt_tokens: must be larger for {self._task.dataset}, whose prompts are longer")
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out)
@@ -60,8 +60,8 @@ class ProceduralSource:
         found = reserved(draws, task.held_out, lambda draw: self._fits(self._prompt(0, SEED, draw)))
         if len(found) < task.held_out:
             raise ConfigError(
-                f"task.held_out: {task.dataset} has about {len(found)} distinct prompts of at most "
-                f"task.max_prompt_tokens={task.max_prompt_tokens} tokens that are reserved, got {task.held_out}"
+                f"task.held_out: must be at most about {len(found)}, the distinct prompts that {task.dataset} has with "
+                f"task.max_prompt_tokens={task.max_prompt_tokens}, got {task.held_out}"
             )
         return [self._prompt(index, SEED, draw) for index, draw in enumerate(found)]
 
@@ -133,5 +133,5 @@ def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
         return pickle.loads(base64.b85decode(_entries.prepared([dataset, options, seed, draw])))
     except RewardError as error:
         _, _, why = str(error).partition("ConfigError: ")
-        told = f"{dataset} made no entry {draw}; choose another, or easier task.dataset_options: {error}"
+        told = f"{dataset} generated no entry {draw}; choose another data set, or easier task.dataset_options: {error}"
         raise ConfigError(why or f"task.dataset: {told}") from None

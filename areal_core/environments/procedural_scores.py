@@ -75,7 +75,7 @@ class Scores:
         names = task["dataset"], task["options"], task["seed"]
         made = entry(*names, task["draw"])
         if made["answer"] != task["answer"]:
-            raise ValueError(f"{names[0]} makes other entries here than where the prompt was made")
+            raise ValueError(f"{names[0]} generates different entries here than where the prompt was generated")
         return _dataset(*names), made
 
     def judge(self, prepared: tuple[Any, dict[str, Any]], answer: str) -> float:
@@ -121,7 +121,7 @@ def _dataset(name: str, options: str, seed: int) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=_SIZES.get(name, _SIZE), **settings)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"task.dataset_options: {name} does not take {options!r}: {error}") from error
+        raise ConfigError(f"task.dataset_options: {name} does not accept {options!r}: {error}") from error
 
 
 def _reasoning_gym() -> tuple[Any, Any]:
@@ -133,7 +133,7 @@ def _reasoning_gym() -> tuple[Any, Any]:
         return package, importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError:
         raise ConfigError(
-            "task.name: reasoning_gym needs the package reasoning-gym; install it with `make reasoning`"
+            "task.name: the package reasoning-gym is not installed; install it with `make reasoning`"
         ) from None
 
 

@@ -92,7 +92,7 @@ class Programs:
         try:
             tests = read_tests(task.answer)
         except ValueError as error:
-            logger.warning("prompt %s: its tests can't be read: %s", task.prompt_id, error)
+            logger.warning("prompt %s: can't read its tests: %s", task.prompt_id, error)
             return Verdict.of(Outcome.FAILED)
         block = last_block(completion)
         source = completion if block is None else block
@@ -184,11 +184,11 @@ def read_tests(answer: str) -> Scripts | Calls | Check:
     """Parse the tests of a task. Raises ValueError if they have none of the three forms."""
     given = json.loads(answer, object_hook=_with_integer_keys)
     if not isinstance(given, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("must be a JSON object")
     kind = Check if "test" in given else Scripts if given.get("fn_name") is None else Calls
     tests = msgspec.convert(given, kind)
     if not isinstance(tests, Check) and not 0 < len(tests.inputs) == len(tests.outputs):
-        raise ValueError("inputs and outputs must be lists of the same length, one test at least")
+        raise ValueError("inputs and outputs must be lists of the same length, with at least one test")
     return tests
 
 

@@ -77,7 +77,7 @@ def environment_class(config: RunConfig) -> type[Environment]:
         return found
     raise ConfigError(
         f"environment.name: {config.environment.name} must be a class derived from Environment "
-        "(areal_core.environments.environment) with `async def rollout(self, task, policy)`; rollout_group is gone"
+        "(areal_core.environments.environment) with `async def rollout(self, task, policy)`"
     )
 
 
@@ -121,7 +121,7 @@ def _parts(environment: EnvironmentConfig) -> dict[str, tuple[float, Verifier]]:
             coefficient = math.nan
         if not math.isfinite(coefficient) or name in parts:
             raise ConfigError(
-                f"environment.rewards: must be package.module:name=coefficient, each name once, got {part!r}"
+                f"environment.rewards: must be package.module:name=coefficient pairs with distinct names, got {part!r}"
             )
         parts[name] = coefficient, find("environment.rewards", path.strip(), VERIFIERS)
     return parts
@@ -147,5 +147,5 @@ def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:
     Raises ConfigError if a custom task names no verifier."""
     name = environment.verifier or TASKS.get(task.name)
     if name is None:
-        raise ConfigError(f"environment.verifier: must be given, who judges {task.name}?")
+        raise ConfigError(f"environment.verifier: must be set, as task.name={task.name} has no default verifier")
     return name

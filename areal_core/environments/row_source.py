@@ -166,7 +166,7 @@ class PromptFile:
         report = self._report
         report.prompts = len(self.prompts)
         if not self.prompts:
-            raise ConfigError(f"{self._name}: there is no prompt in {report}")
+            raise ConfigError(f"{self._name}: no usable prompt in {report}")
         logger.log(logging.WARNING if report.bad else logging.INFO, "%s: %s", self._name, report)
         return report
 
@@ -212,7 +212,7 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"a text without spelling in UTF-8: {error}") from error
+        raise ConfigError(f"can't encode a text as UTF-8: {error}") from error
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _listed(path: str) -> list[Any]:
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"must be JSON, or end on .jsonl if it holds an object a line: {error}") from error
+        raise ConfigError(f"must be JSON, or be named .jsonl if it holds one object per line: {error}") from error
     if not isinstance(rows, list):
         raise ConfigError("must hold a list of JSON objects")
     return rows
@@ -111,7 +111,7 @@ def plain(value: object, depth: int = 0) -> Any:
     Values outside JSON and MessagePack (times, bytes, decimals, larger numbers) become text. Raises ConfigError for
     nesting that is too deep."""
     if depth > _DEEPEST:
-        raise ConfigError(f"more than {_DEEPEST} lists and objects in each other")
+        raise ConfigError(f"lists and objects nested more than {_DEEPEST} levels deep")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def wording(setting: str, source: str) -> Callable[[Fields], str]:
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"{setting} fails: {error}") from error
         if not text.strip():
-            raise ConfigError(f"{setting} must give a text, got none")
+            raise ConfigError(f"{setting} must render a text, got none")
         return text
 
     return worded
@@ -208,7 +208,7 @@ class Schema:
         asked = content if isinstance(content, str) and content.strip() else _messages(content)
         if asked is None:
             raise ConfigError(
-                f"{self.prompt} must be text, or messages of a chat that end on the user's, got {_shown(content)}"
+                f"{self.prompt} must be text, or messages of a chat that end with the user's, got {_shown(content)}"
             )
         return asked
 
@@ -241,7 +241,7 @@ def _mathematics(content: object, _: Fields) -> str:
     """The answer itself, or the final answer of a solution."""
     answer = gold_answer(_text(content))
     if answer is None or not balanced(normalised(answer)):
-        raise ConfigError("must hold an answer, or end on one")
+        raise ConfigError("must hold an answer, or end with one")
     return answer
 
 

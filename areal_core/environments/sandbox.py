@@ -39,7 +39,7 @@ _END_TIMEOUT_S = 30.0  # for killed processes to end
 _START_TIMEOUT_S = 60.0  # for a sandbox to start its program
 _CHUNK = 2**16
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # sets print the same in every run; numpy's threads
-_MEND = "apt-get install bubblewrap, or environment.sandbox=none, which waives isolation"
+_MEND = "apt-get install bubblewrap, or set environment.sandbox=none to run without isolation"
 
 
 class Status(StrEnum):
@@ -86,14 +86,16 @@ class Sandbox:
     def check(self) -> None:
         """Raise ConfigError if programs can't run in this sandbox."""
         if self._isolation == "none":
-            logger.warning("environment.sandbox=none: programs run with the rights of this user, and limits alone")
+            logger.warning(
+                "environment.sandbox=none: programs run with this user's rights, restricted only by resource limits"
+            )
         elif shutil.which("bwrap") is None:
             raise ConfigError(f"environment.sandbox: bubblewrap is not installed; {_MEND}")
         else:
             remove_abandoned()
         result = self.run("print(6 * 7)", b"", Limits(cpu_s=30, wall_s=60))
         if result.stdout != b"42\n":
-            why = result.error or f"a first program {result.status}"
+            why = result.error or f"a test program {result.status}"
             raise ConfigError(f"environment.sandbox: {self._isolation} does not work here ({why}); {_MEND}")
         self._own_cpu_s = result.cpu_s
 
@@ -264,7 +266,7 @@ class Running:
             else:
                 _kill_child(first, of=self._process.pid)
         if not select.select([self._ended], [], [], _END_TIMEOUT_S)[0]:
-            raise RewardError(f"a sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
+            raise RewardError(f"a sandbox did not exit within {_END_TIMEOUT_S:g} s of SIGKILL")
 
 
 def _kill_child(pid: int, *, of: int) -> None:

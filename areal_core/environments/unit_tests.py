@@ -39,13 +39,13 @@ def unit_tests(value: object, fields: Mapping[str, object]) -> str:
     try:
         return json.dumps(form)
     except TypeError as error:  # dates and bytes, which Parquet has and JSON lacks
-        raise ConfigError(f"must hold tests that JSON can say: {error}") from error
+        raise ConfigError(f"must hold tests that JSON can represent: {error}") from error
 
 
 def _human_eval(test: str, fields: Mapping[str, object]) -> dict[str, object]:
     form = {"entry_point": fields.get("entry_point"), "prompt": fields.get("prompt"), "test": test}
     if not all(isinstance(text, str) and text for text in form.values()):
-        raise ConfigError("must hold tests of the function that the fields entry_point and prompt name and begin")
+        raise ConfigError("must hold tests of a function that field entry_point names and field prompt begins")
     return form
 
 
@@ -60,7 +60,7 @@ def _tests(value: object, fields: Mapping[str, object]) -> dict[str, object]:
 
 def _listed(tests: Any) -> list[Any]:
     if not isinstance(tests, list):
-        raise ConfigError("must hold a list of tests, or an object of inputs and outputs")
+        raise ConfigError("must hold a list of tests, or an object with inputs and outputs")
     return tests
 
 
@@ -75,7 +75,7 @@ def _decoded(value: object) -> Any:
     try:
         return json.loads(_unpickled(_inflated(base64.b64decode(value, validate=True))))
     except (ValueError, RecursionError, zlib.error) as error:
-        raise ConfigError(f"must hold tests in JSON, compressed or not: {plain}; {error}") from error
+        raise ConfigError(f"must hold tests as JSON, plain or compressed: {plain}; {error}") from error
 
 
 def _inflated(data: bytes) -> bytes:
@@ -93,7 +93,7 @@ def _unpickled(data: bytes) -> str:
         if opcode.name in _TEXTS:
             texts.append(str(argument))
         elif opcode.name not in _AROUND:
-            raise ValueError(f"a pickle of something that is not text ({opcode.name})")
+            raise ValueError(f"a pickle of other data than text ({opcode.name})")
     if len(texts) != 1:
         raise ValueError("a pickle of several texts")
     return texts[0]
@@ -112,7 +112,7 @@ def _cases(tests: Sequence[Any], metadata: object) -> dict[str, Any]:
     """Convert tests in the format of DeepCoder and LiveCodeBench: one object each.
     `metadata` is the row's field."""
     if not tests:
-        raise ConfigError("must hold a test")
+        raise ConfigError("must hold at least one test")
     if not all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
         raise ConfigError("must hold tests with an input and an output each")
     kinds = {str(test.get("testtype") or test.get("type") or "stdin") for test in tests}

@@ -57,7 +57,9 @@ class Verdict:
             return cls(Outcome.CORRECT if score == 1.0 else Outcome.INCORRECT, score)
         outcome, score = Outcome(found.outcome), None if found.score is None else _score(found.score)
         if (outcome is Outcome.FAILED) != (score is None):
-            raise ValueError(f"a Verdict has no score where its outcome is failed, and only there; got {found!r:.200}")
+            raise ValueError(
+                f"a Verdict's score must be None if its outcome is failed, and a number otherwise, got {found!r:.200}"
+            )
         answer, failure = (None if text is None else str(text) for text in (found.answer, found.failure))
         return cls(outcome, score, answer, failure, found.metrics)
 
@@ -76,7 +78,7 @@ class Apart(functools.partial[Awaitable[Verdict]]):
 
 
 def _score(found: Any) -> float:
-    said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
+    said = f"a verifier must return a score from 0 to 1, or a Verdict, got {printable(repr(found))[:200]}"
     try:
         score = float(found.item() if hasattr(found, "item") else found)
     except Exception:  # noqa: BLE001 - the boundary to numbers of any type
@@ -228,7 +230,7 @@ class Failures:
         self._show(str(error))
         self._lost += isinstance(error, RewardTimeoutError | RewardWorkerError)
         if self._lost >= (_LOST if self._judged else _LOST_FIRST):
-            raise UserCodeError(f"{_first(str(error))}: {self._lost} tries in a row failed this way; the run ends")
+            raise UserCodeError(f"{_first(str(error))}: {self._lost} attempts in a row failed this way; the run stops")
 
     def settled(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
         """Count a group that was scored, or dropped with its `failure` and no outcomes.

@@ -220,9 +220,7 @@ class Collector:
     async def _complete(self, server: Server, request: GenerationRequest) -> list[Completion]:
         completions = await server.complete(request)
         if len(completions) != request.n or any(completion.finish_reason == "abort" for completion in completions):
-            raise GenerationError(
-                f"{server.url}: {request.request_id} came back without its {request.n} whole completions"
-            )
+            raise GenerationError(f"{server.url}: {request.request_id} did not return all {request.n} completions")
         if any((completion.versions != self._version).any() for completion in completions):
-            raise ServerLostError(f"{server.url}: it has loaded other weights than version {self._version}")
+            raise ServerLostError(f"{server.url}: it has loaded other model weights than version {self._version}")
         return completions

@@ -71,7 +71,7 @@ class RecordFile:
             if not whole:
                 self._write(about)
         except OSError as error:
-            raise StorageError(f"{path}: can't be read or written as records: {error}") from error
+            raise StorageError(f"{path}: can't read or write records: {error}") from error
 
     def __contains__(self, problem: int) -> bool:
         return problem in self._records
@@ -89,7 +89,7 @@ class RecordFile:
         try:
             self._write(record)
         except OSError as error:
-            raise StorageError(f"{self.path}: can't be written: {error.strerror}") from error
+            raise StorageError(f"{self.path}: can't write records: {error.strerror}") from error
         self._records[record.problem] = record
 
     def __enter__(self) -> RecordFile:
@@ -105,7 +105,7 @@ class RecordFile:
             if before.get(name) != now.get(name):
                 raise ConfigError(
                     f"{name}: {self.path} holds records with {before.get(name)!r}, got {now.get(name)!r}; "
-                    "another --name keeps both"
+                    "choose another --name to keep both"
                 )
 
     def _write(self, value: Record | Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def read_records(path: Path) -> list[Record]:
         lines = path.read_bytes().split(b"\n")[1:-1]
         return sorted((msgspec.json.decode(line, type=Record) for line in lines), key=lambda record: record.problem)
     except (OSError, *_DAMAGED) as error:
-        raise StorageError(f"{path}: can't be read as records: {error}") from error
+        raise StorageError(f"{path}: can't read records: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class Scores:
             ("greedy", _shown(self.greedy)),
             *((f"pass@{k}, {self.samples} samples", _shown(value)) for k, value in self.pass_at.items()),
             *((f"maj@{k}, {self.samples} samples", _shown(value)) for k, value in self.majority_at.items()),
-            ("completions", f"{found}; {self.truncated} cut off; {self.mean_tokens:,.0f} tokens on average"),
+            ("completions", f"{found}; {self.truncated} truncated; {self.mean_tokens:,.0f} tokens on average"),
             *((name, f"{value:.3g}") for name, value in self.means.items()),
             *((f"greedy, {task}", f"{value:.3f}") for task, value in self.of_tasks.items()),
         ]
@@ -201,7 +201,7 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
     """Score differences of two models on the same problems: `greedy`, and `pass_at_1` if both have it.
     Raises ConfigError if the problems differ."""
     if [record.prompt_id for record in records] != [record.prompt_id for record in reference]:
-        raise ConfigError("benchmarks: two models are compared on the same problems, these are others")
+        raise ConfigError("benchmarks: must hold the same problems for both models; their problems differ")
     found = {"greedy": difference(_right(records), _right(reference))}
     if all(record.samples for record in (*records, *reference)):
         ours, theirs = (np.array([_share(record.samples) for record in each]) for each in (records, reference))
@@ -288,4 +288,4 @@ def write_page(path: Path, title: str, records: Sequence[Record], scores: Scores
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise StorageError(f"{path}: can't be written: {error.strerror}") from error
+        raise StorageError(f"{path}: can't write it: {error.strerror}") from error

@@ -126,7 +126,7 @@ class _RunServers:
         except ServerLostError:
             raise
         except GenerationError as error:
-            raise ProcessError(f"{url} can't score version {version.version}: {error}") from error
+            raise ProcessError(f"{url} can't evaluate version {version.version}: {error}") from error
         finally:
             await client.close()
 
@@ -177,7 +177,7 @@ class BorrowedServer(_RunServers):
                     completions = 2 * self._config.generation.slots
                     await self._score(server["url"], collector, version, completions, server["stager"])
             except ServerLostError as error:
-                logger.warning("%s, which was borrowed: %s", server["name"], error)
+                logger.warning("borrowed server %s failed: %s", server["name"], error)
                 await asyncio.sleep(_AGAIN_S)
             finally:
                 await self._give_back(server)
@@ -203,7 +203,7 @@ class BorrowedServer(_RunServers):
                 join = self._controller.join
                 await asyncio.to_thread(join, server["name"], server["url"], stager=server["stager"])
         except ProcessError as error:
-            logger.warning("%s, which was borrowed, has not joined again: %s", server["name"], error)
+            logger.warning("borrowed server %s could not rejoin: %s", server["name"], error)
         self._file.unlink(missing_ok=True)
 
 

@@ -122,7 +122,7 @@ def difference(values: Float64Array, reference: Float64Array) -> Difference:
     and as `estimate` does.
     """
     if len(values) != len(reference):
-        raise ValueError(f"values of the same prompts are compared, got {len(values)} and {len(reference)}")
+        raise ValueError(f"both models need values of the same prompts, got {len(values)} and {len(reference)} values")
     _check_values(values)
     _check_values(reference)
     differences = values - reference

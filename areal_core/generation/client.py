@@ -104,11 +104,11 @@ class GenerationClient:
         found = orjson.loads(await self._control("GET", "/version"))["version"]
         release, _, local = found.partition("+")
         if release != ROUTES_VERSION:
-            raise GenerationError(f"{self.url} runs vLLM {found}; needed is vLLM {ROUTES_VERSION}, for its RL routes")
+            raise GenerationError(f"{self.url} runs vLLM {found}, must be vLLM {ROUTES_VERSION} for its RL routes")
         self.in_place = local.startswith("areal")
         if self.in_place and local != EMBEDDED:
             raise GenerationError(
-                f"{self.url} has routes of {local}, needed is {EMBEDDED}: start it from the same installation"
+                f"{self.url} has routes of {local}, must be {EMBEDDED}: start it from the same installation"
             )
         if not self.in_place and self._timeline is not None:
             self._doing = Activity(self._doing.kind, self._timeline())
@@ -213,14 +213,14 @@ class GenerationClient:
 
     async def sleep(self) -> None:
         """Free the accelerator's memory until `wake_up`; running completions are aborted."""
-        async with self._in_time("it was not put to sleep"):
+        async with self._in_time("/sleep did not finish"):
             await self._control("POST", "/sleep?level=1&mode=abort", timeout_s=None)
 
     async def is_sleeping(self) -> bool:
         return bool(orjson.loads(await self._control("GET", "/is_sleeping"))["is_sleeping"])
 
     async def wake_up(self) -> None:
-        async with self._in_time("it was not woken up"):
+        async with self._in_time("/wake_up did not finish"):
             await self._control("POST", "/wake_up", timeout_s=None)
 
     async def load(self) -> ServerLoad:
@@ -230,7 +230,7 @@ class GenerationClient:
         else:
             load = self._vllm_load((await self._control("GET", "/metrics")).decode())
         if load.generated_tokens < self._generated_tokens:
-            raise ServerLostError(f"{self.url}: it was started again")
+            raise ServerLostError(f"{self.url}: the server has restarted")
         self._generated_tokens, self._reported = load.generated_tokens, max(self._reported, completed)
         return dataclasses.replace(load, recomputed_tokens=load.recomputed_tokens + self.resubmitted_tokens)
 
@@ -254,7 +254,7 @@ class GenerationClient:
             async with patience(self._update_timeout_s):
                 yield
         except TimeoutError:
-            raise ServerLostError(f"{self.url}: {otherwise} in {self._update_timeout_s:g} s") from None
+            raise ServerLostError(f"{self.url}: {otherwise} within {self._update_timeout_s:g} s") from None
         except ServerLostError:
             raise
         except (GenerationError, OSError) as error:

@@ -11,13 +11,17 @@ from areal_core.errors import ConfigError
 
 def server_parser(module: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
-    parser.add_argument("--model", type=Path, required=True, help="folder in the transformers format")
+    parser.add_argument("--model", type=Path, required=True, help="model folder in the transformers format")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--token-file", type=Path, help="what every request must carry; needed but on loopback")
-    parser.add_argument("--ready-file", type=Path, help="written once the server listens: its pid and URL")
-    parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
-    parser.add_argument("--slots", type=int, default=128, help="completions decoded at once")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 chooses a free one")
+    parser.add_argument(
+        "--token-file", type=Path, help="file with the token that every request must carry; optional on loopback"
+    )
+    parser.add_argument("--ready-file", type=Path, help="file to write once the server listens: its pid and URL")
+    parser.add_argument(
+        "--weight-version", type=int, default=0, help="policy version of the model weights in the folder"
+    )
+    parser.add_argument("--slots", type=int, default=128, help="number of completions decoded at once")
     return parser
 
 
@@ -29,7 +33,7 @@ def server_token(arguments: argparse.Namespace) -> str | None:
     if arguments.token_file is not None:
         return read_token(arguments.token_file)
     if not _is_loopback(arguments.host):
-        raise ConfigError(f"--token-file: must be given where other machines reach the server, at {arguments.host}")
+        raise ConfigError(f"--token-file: must be set when other machines reach the server, at {arguments.host}")
     return None
 
 

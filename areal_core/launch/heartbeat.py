@@ -184,14 +184,14 @@ class Watchdog:
         liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
         state, said = kernel_state(self._pid), described(now)
         if self._silent_s > liveness_s:
-            return f"has given no sign of life for {liveness_s:g} s (launch.liveness_timeout_s): {state}; {said}"
+            return f"has sent no heartbeat for {liveness_s:g} s (launch.liveness_timeout_s): {state}; {said}"
         if now.turns is not None and self._loop_s > stall_s:
-            how = f"has an event loop that stands still for {stall_s:g} s (launch.stall_timeout_s)"
+            how = f"has had a blocked event loop for {stall_s:g} s (launch.stall_timeout_s)"
         elif now.waits_for is None and self.still_s > stall_s:
             how = f"has made no progress for {stall_s:g} s (launch.stall_timeout_s)"
         else:
             return None
-        return f"{how}: {state}; {said} since {self.still_s:.0f} s"
+        return f"{how}: {state}; {said} for {self.still_s:.0f} s"
 
 
 class Standstill:
@@ -224,7 +224,7 @@ class Standstill:
         if self._still_s <= self._launch.stall_timeout_s:
             return None
         said = "; ".join(f"{name} {described(said)}" for name, said in sorted(found.items()))
-        return f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): {said}"
+        return f"no process has made progress for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): {said}"
 
 
 def described(said: Heartbeat) -> str:

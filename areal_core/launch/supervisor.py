@@ -253,9 +253,9 @@ class Supervisor:
                 self._start([child.index])
         elif self.spec.spare and not final and self._children:
             self._absent[child.index] = time.monotonic() + (wait_s := budget.next_s())
-            again = f"it is started again in {wait_s:.0f} s" if wait_s < math.inf else "it has none"
-            left = f"{len(self._children)} of {self.spec.count} go on"
-            self.log(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
+            again = f"next restart in {wait_s:.0f} s" if wait_s < math.inf else "no next restart"
+            left = f"{len(self._children)} of {self.spec.count} continue"
+            self.log(f"{name} {how}, and has no restarts left: {left}, {again}; see {log.path}")
         else:
             after = f" after {budget.total} restarts" if budget.total else ""
             raise ProcessError(f"{name} {how}{after}; {log.path} ends: {log.last_lines(name)}")
@@ -264,7 +264,7 @@ class Supervisor:
         for index, at in list(self._absent.items()):
             if time.monotonic() >= at and (budget := self._budgets[index]).take():
                 del self._absent[index]
-                self.log(f"{self.spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
+                self.log(f"{self.spec.name}-{index} can restart again: restart {budget.spent} of {budget.most}")
                 self._start([index])
 
     def _look_for_hung(self) -> None:
@@ -286,7 +286,7 @@ class Supervisor:
         """Make a process write its threads' stacks to its log; returns the result in words.
         Only a process with a heartbeat has a handler for the signal."""
         if kernel_state(child.process.pid).startswith(("T", "t")):
-            return "its stacks can't be told"
+            return "its stacks are not available"
         child.process.send(process.STACKS)
         time.sleep(_STACKS_S)
         return f"its stacks are in {child.process.log.path}"
@@ -315,7 +315,7 @@ class Supervisor:
                 pass_fds=self.pass_fds,
             )
         except OSError as error:
-            raise ProcessError(f"{name}-{index} can't be started: {error}") from error
+            raise ProcessError(f"can't start {name}-{index}: {error}") from error
         deadline = time.monotonic() + self.launch.start_timeout_s if spec.announces else math.inf
         watchdog = Watchdog(self.run_dir.heartbeat_file(name, index), started.pid, self.launch)
         self._children[index] = _Member(index, attempt, started, deadline, watchdog)
@@ -333,7 +333,7 @@ class Supervisor:
         try:
             _be_nice(child.process.pid, self.spec.nice)
         except OSError as error:  # slower, but still correct
-            self.log(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
+            self.log(f"{child.process.name} continues without nice {self.spec.nice}: {error}")
         if self.on_ready is not None:
             self.on_ready(child.index, info)
 

@@ -129,5 +129,5 @@ def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Ar
     try:
         check_shapes(adapter_shapes(spec, lora), adapter, exactly=True)
     except (ConfigError, ModelError) as error:
-        raise ModelError(f"{file}: an adapter of another model: {error}") from None
+        raise ModelError(f"{file}: does not fit this model, it is an adapter of another one: {error}") from None
     return adapter

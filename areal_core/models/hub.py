@@ -27,9 +27,9 @@ def fetch(path: str) -> Path:
     try:
         return Path(snapshot_download(found["repository"], revision=found["revision"], allow_patterns=_FILES))
     except GatedRepoError:
-        why = "its owners want their terms accepted: do so on its page, and set HF_TOKEN"
+        why = "its owners require you to accept their terms: accept them on its page, and set HF_TOKEN"
     except LocalEntryNotFoundError:
-        why = "it is not in the cache (HF_HOME), and the Hub can't be reached, or must not be (HF_HUB_OFFLINE)"
+        why = "it is not in the cache (HF_HOME), and the Hub is unreachable or disabled (HF_HUB_OFFLINE)"
     except (HfHubHTTPError, OSError) as error:
         why = one_line(error)[:200]
     raise ModelError(f"{path}: {why}")

@@ -354,7 +354,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ModelError(f"{file.parent}: no model folder, it has no {file.name}") from None
+        raise ModelError(f"{file.parent}: is not a model folder, it has no {file.name}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):

@@ -46,7 +46,7 @@ class ChatTemplate:
                 settings |= json.loads(older.read_text())
             source = file.read_text() if file.exists() else settings.get("chat_template")
         except (OSError, ValueError) as error:
-            raise ModelError(f"{folder}: its chat template is not readable: {error}") from error
+            raise ModelError(f"{folder}: can't read its chat template: {error}") from error
         if isinstance(source, list):
             source = next((named["template"] for named in source if named.get("name") == "default"), None)
         if not source:
@@ -121,7 +121,7 @@ class Tokenizer:
         try:
             encoding = self._inner.encode(text, add_special_tokens=opening)
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"the model's tokenizer can't spell {text[:40]!r}: {error}") from error
+            raise ModelError(f"the model's tokenizer can't encode {text[:40]!r}: {error}") from error
         ids, added = encoding.ids, encoding.special_tokens_mask
         first = ids[: added.index(0)] if 0 in added else []
         ids = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
@@ -130,7 +130,7 @@ class Tokenizer:
         if (highest := max(ids, default=0)) >= self._size:
             raise ModelError(
                 f"the model's tokenizer gives token {highest} ({self._inner.id_to_token(highest)!r}) for {text[:40]!r},"
-                f" vocab_size of config.json is {self._size}: leave the text out or take this model's own tokenizer"
+                f" vocab_size of config.json is {self._size}: remove the text or use this model's own tokenizer"
             )
         return tuple(ids)
 

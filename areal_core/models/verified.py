@@ -75,7 +75,7 @@ def _identity(source: Path) -> list[tuple[int, ...]]:
 
 def _check(source: Path, digest: str) -> None:
     if (found := weights_digest(source)) != digest:
-        raise ValueError(f"digest: {source} has {found}, not {digest}")
+        raise ValueError(f"digest: {source} has {found}, expected {digest}")
     for file in _files(source):
         try:
             with safe_open(file, framework="numpy"):  # opening it checks the header
@@ -101,7 +101,7 @@ def _mark(key: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o022:
-        raise PermissionError(f"{folder}: must be a folder that this user alone can write")
+        raise PermissionError(f"{folder}: must be a folder that only this user can write to")
     with suppress(FileNotFoundError):  # another process deletes old marks too
         for old in sorted(folder.iterdir(), key=lambda mark: mark.stat().st_mtime_ns)[: 1 - _MARKS_KEPT]:
             old.unlink()

@@ -81,7 +81,7 @@ class Footprint:
             f"completions of {its.context} tokens"
         ]
         for need in self.needs:
-            verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
+            verdict = f"{need.excess / GIB:.1f} GiB too many" if need.excess else "fits"
             lines.append(f"{need.who}: {need.total / GIB:.1f} of {need.limit / GIB:.1f} GiB, {verdict}: {need.shares}")
         return "\n".join(lines)
 
@@ -94,7 +94,7 @@ def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device:
         if need.excess:
             raise ConfigError(
                 f"{need.field}: {need.who} needs {need.total / GIB:.1f} GiB of {need.limit / GIB:.1f} GiB, "
-                f"{need.excess / GIB:.1f} too many: {need.shares}; {need.advice}"
+                f"{need.excess / GIB:.1f} GiB too many: {need.shares}; {need.advice}"
             )
     return plan
 
@@ -121,9 +121,9 @@ def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, 
     if "activations" in run and sum(run.values()) > sum(state.values()):
         if not config.training.checkpoint_activations:
             return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
-        return "training.microbatch_tokens", "lower it, and task.max_new_tokens where a trajectory is as long"
+        return "training.microbatch_tokens", "lower it, and task.max_new_tokens if trajectories are that long"
     if not config.training_traits.shards:
-        return "training.engine", f"{names(TRAINING_ENGINES, 'shards')} shares the state out among several ranks"
+        return "training.engine", f"{names(TRAINING_ENGINES, 'shards')} shards the training state across ranks"
     return "training.zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"
 
 
@@ -147,7 +147,7 @@ def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
         limit=memory * (config.generation.vllm.memory_share if vllm else 1.0),
         parts=_with_margin(parts, memory),
         field="generation.vllm.tensor_parallel" if vllm else "generation.slots",
-        advice="raise it, or generation.vllm.memory_share" if vllm else "lower it, or generate with vllm",
+        advice="raise it, or generation.vllm.memory_share" if vllm else "lower it, or set generation.engine=vllm",
     )
 
 
@@ -183,7 +183,7 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     machine = f"launch.devices_per_host ({per_host})"
     if devices > per_host:
         require(devices % per_host == 0, "launch.devices", f"a multiple of {machine}", devices)
-        wanted = f"such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of {per_host}"
+        wanted = f"such that a server, tensor_parallel x data_parallel GPUs, does not span machines of {per_host}"
         require(per_host % per_server == 0, "generation.vllm.tensor_parallel", wanted, per_server)
         wanted = f"a multiple of {machine}, so that ranks fill whole machines"
         require(config.training_ranks % per_host == 0, "training.ranks", wanted, config.training_ranks)

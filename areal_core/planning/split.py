@@ -181,11 +181,11 @@ def splits_of_run(run: RunDir) -> list[Split]:
     try:
         config, run_id = run.config(), run.info().run_id
     except FileNotFoundError:
-        raise ConfigError(f"run: there is none in {run.root}") from None
+        raise ConfigError(f"run: {run.root} holds no run") from None
     measured = rates(config, curves_of(run.outbox, run_id))
     if measured is None:
         raise ConfigError(
-            f"run: {run_id} says nothing of a split; it takes a run whose servers and ranks have devices of their own "
-            "(mode=async on GPUs, or emulated) and that has made some steps"
+            f"run: {run_id} can't be evaluated; use a run whose servers and ranks have their own devices "
+            "(mode=async on GPUs, or emulated) and that has completed some steps"
         )
     return splits(config, measured)

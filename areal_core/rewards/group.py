@@ -91,9 +91,7 @@ class GroupRollout(Saying):
             completions = join_completions([each.completion for each in arrived])
             for each in completions:
                 if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
-                    raise RewardError(
-                        f"a completion is not finished: {each.finish_reason}, {len(each.token_ids)} tokens"
-                    )
+                    raise RewardError(f"a completion is unfinished: {each.finish_reason}, {len(each.token_ids)} tokens")
         except (GenerationError, RewardError) as error:
             self.say(error)
             self.close()
@@ -126,7 +124,7 @@ class GroupRollout(Saying):
     def _overdue(self) -> None:
         """End the process if cancelled rollouts still run, because they would sample for nothing."""
         if not all(task.done() for task in self._tasks):
-            swallowed(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it through"))
+            swallowed(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it propagate"))
 
     def _begin(self) -> asyncio.Task[list[Rollout]]:
         opens, n = self._environment.opens_with_prompt, self._n

@@ -92,7 +92,7 @@ class Host:
         while True:
             try:
                 if (url := self._run.controller_url()) is None:
-                    raise ConnectionError("it is not ready")
+                    raise ConnectionError("the controller is not ready")
                 return connect(
                     f"ws{url.removeprefix('http')}/rewards/{place}",
                     additional_headers=authorization(self._run.token()),
@@ -128,7 +128,7 @@ class Host:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--first", type=int, required=True, help="place of the first worker in the run")
+    parser.add_argument("--first", type=int, required=True, help="number of the first worker in the run")
     parser.add_argument("--workers", type=int, required=True)
     options = parser.parse_args()
     run = RunDir(options.run_dir)

@@ -37,8 +37,8 @@ from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
 _TOGETHER = 64  # most messages sent together
-_lost = functools.partial(SessionLostError, "the reward worker that had this group is gone")
-_closed = functools.partial(RewardWorkerError, "the reward workers have ended")
+_lost = functools.partial(SessionLostError, "the reward worker of this group has exited")
+_closed = functools.partial(RewardWorkerError, "the reward workers have stopped")
 
 
 class RewardPool:
@@ -99,18 +99,18 @@ class RewardPool:
         if self._closed:
             raise web.HTTPServiceUnavailable(text=str(_closed()))
         if place < self._here:
-            raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
+            raise ValueError(f"place: must be at least {self._here}, the first place for other machines, got {place}")
         if place in {worker.place for worker in self._workers}:
-            raise ValueError(f"place: {place} is another reward worker's (--first)")
+            raise ValueError(f"place: another reward worker has {place}; choose another --first")
         socket = web.WebSocketResponse(heartbeat=SILENT_S, compress=False, max_msg_size=ANSWER_BYTES + 9)
         if not socket.can_prepare(request):
-            raise ValueError("the request must begin a WebSocket")
+            raise ValueError("the request must open a WebSocket")
         worker = RemoteWorker(place, socket)
         self._workers.append(worker)
         self._place_waiting()
         try:
             await socket.prepare(request)
-            logger.info("reward worker %d is there", place)
+            logger.info("reward worker %d connected", place)
             await worker.follow(functools.partial(self._hear, worker))
         finally:
             self._lose(worker)
@@ -176,7 +176,7 @@ class RewardPool:
         worker.sessions.clear()
         if not self._closed:
             if isinstance(worker, RemoteWorker):
-                logger.warning("reward worker %d is gone", worker.place)
+                logger.warning("reward worker %d disconnected", worker.place)
             elif at_fault is not None:  # it had started, so a replacement will start, too
                 self._start()
 

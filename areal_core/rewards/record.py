@@ -56,17 +56,16 @@ class RecordingPolicy:
         sequence = self._extended(text)
         room = self._room(text, sequence)
         if len(self._calls) >= self.max_turns:
-            raise RolloutLimitError(f"environment: the rollout has had its {self.max_turns} turns (max_turns)")
+            raise RolloutLimitError(f"environment: the rollout has used all its {self.max_turns} turns (max_turns)")
         if not text or room < 1:
             self._cut_off = True
             raise RolloutLimitError(
-                f"environment: {len(text)} tokens leave no room (task.max_prompt_tokens, task.max_new_tokens)"
+                f"environment: {len(text)} tokens leave no room for a completion "
+                "(task.max_prompt_tokens, task.max_new_tokens)"
             )
         limit = room if max_tokens is None else int(max_tokens)
         if not 1 <= limit <= room:
-            raise RewardError(
-                f"environment: asked for at most {limit} tokens; there is room for {room} (task.max_new_tokens)"
-            )
+            raise RewardError(f"environment: max_tokens must be from 1 to {room} (task.max_new_tokens), got {limit}")
         opening = self.task.token_ids, self.limits.max_new_tokens, ()
         if self.opens and not self._calls and (text, limit, tuple(stop)) != opening:
             raise RewardError(
@@ -107,7 +106,7 @@ class RecordingPolicy:
             if known is completion:
                 self._earned[call] = self._earned.get(call, 0.0) + number("the reward of a turn", reward)
                 return
-        raise RewardError("environment: earn: the completion is not of this rollout")
+        raise RewardError("environment: earn: the completion must be one of this rollout")
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         return tuple(
@@ -125,7 +124,7 @@ class RecordingPolicy:
         its = rollout.trajectories
         trajectories = self.trajectories() if its is None else tuple(its)
         if not trajectories and rollout.reward is not None:
-            raise RewardError("environment: a rollout with a reward must hold tokens that the policy sampled")
+            raise RewardError("environment: a rollout with a reward must hold tokens sampled by the policy")
         if its is not None:
             self._check(trajectories)
         truncated = self._cut_off if rollout.truncated is None else bool(rollout.truncated)
@@ -151,7 +150,7 @@ class RecordingPolicy:
                 self._check_segment(segment)
                 if segment.call in calls:
                     raise RewardError(
-                        f"environment: call {segment.call} is in two segments; let the second one be context (call -1)"
+                        f"environment: call {segment.call} is in two segments; make the second one context (call=-1)"
                     )
                 calls |= {segment.call} - {-1}
             after, new = sum(len(segment.token_ids) for segment in rest), self.limits.max_new_tokens
@@ -161,13 +160,13 @@ class RecordingPolicy:
                     "task.max_prompt_tokens and task.max_new_tokens allow"
                 )
             if all(segment.call < 0 for segment in rest):
-                raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
+                raise RewardError("environment: a trajectory must hold tokens sampled by the policy")
 
     def _check_segment(self, segment: Segment) -> None:
         for name in ("loss_mask", "logprobs", "versions"):
             if (found := len(getattr(segment, name))) != len(segment.token_ids):
                 raise RewardError(
-                    f"environment: {name} of a segment must have {len(segment.token_ids)} entries, as its tokens, "
+                    f"environment: {name} of a segment must have {len(segment.token_ids)} entries, one per token, "
                     f"got {found}"
                 )
         if segment.call < 0:
@@ -180,7 +179,7 @@ class RecordingPolicy:
             for name in ("token_ids", "logprobs", "versions")
         ):
             raise RewardError(
-                f"environment: call {segment.call} of this rollout has sampled something else; segments must come from "
+                f"environment: call {segment.call} of this rollout sampled other tokens; take segments from "
                 "this rollout's policy.trajectories()"
             )
 

@@ -102,10 +102,10 @@ def encode_outcome(outcome: Outcome) -> bytes:
     try:
         answer = msgspec.msgpack.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
-        return encode_outcome(RewardError(f"environment: what it gives can't be sent: {error}"))
+        return encode_outcome(RewardError(f"environment: can't serialize its result: {error}"))
     if len(answer) > ANSWER_BYTES:
         return encode_outcome(
-            RewardError(f"the group has {len(answer)} bytes, more than the {ANSWER_BYTES} of an answer")
+            RewardError(f"the scored group has {len(answer)} bytes, more than the limit of {ANSWER_BYTES}")
         )
     return answer
 
@@ -115,7 +115,7 @@ def decode_outcome(data: bytes) -> Outcome:
     try:
         message = msgspec.msgpack.decode(data, type=_Outcome)
     except ValueError as error:  # msgspec.DecodeError among them
-        return RewardError(f"a reward worker's answer is none: {error}")
+        return RewardError(f"invalid response of a reward worker: {error}")
     if message.error is not None:
         return _ERRORS.get(message.error, RewardError)(message.says)
     return message.scored or tuple(message.requests or ())
@@ -154,7 +154,7 @@ class RemoteWorker:
                 try:
                     work = encode_work(group, message)
                 except (TypeError, ValueError, OverflowError) as error:
-                    hear((group, RewardError(f"task: a prompt's row can't be sent: {error}")))
+                    hear((group, RewardError(f"task: can't serialize a prompt's row: {error}")))
                 else:
                     await self._socket.send_bytes(work)
 

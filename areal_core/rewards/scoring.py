@@ -36,7 +36,7 @@ def scored_group(
         None if rollout.reward is None else number("a reward", rollout.reward, " or None") for rollout in rollouts
     ]
     if all(rollout.outcome is Outcome.CUT for rollout in rollouts):
-        raise GenerationError("rollout.deadline_s: no rollout of the group has ended")
+        raise GenerationError("rollout.deadline_s: no rollout of the group finished in time")
     if all(reward is None for reward in rewards):
         raise RewardError("the verifier found no result for any completion of the group")
     for rollout in rollouts:

@@ -115,7 +115,7 @@ class WorkerProcess:
                 raise RewardWorkerError("the reward worker did not start")
             self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise RewardWorkerError("the reward worker died as it started") from error
+            raise RewardWorkerError("the reward worker died while it started") from error
 
     def send(self, *events: Event) -> None:
         """Send messages, blocking; None abandons its group. `receive` reports a dead worker."""
@@ -136,7 +136,7 @@ class WorkerProcess:
                 return self._pipe.recv()
         except Exception as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
-        said = f"the reward worker did not respond in {self.limit_s:g} s (rollout.reward_timeout_s)"
+        said = f"the reward worker did not respond within {self.limit_s:g} s (rollout.reward_timeout_s)"
         raise RewardTimeoutError(said)
 
     def ask(self, message: Any) -> Any:
@@ -322,7 +322,7 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             self._pipe.send((group, said))
         except (TypeError, AttributeError, PicklingError) as error:
-            self._pipe.send((group, RewardError(f"environment: what it gives can't be sent: {error}")))
+            self._pipe.send((group, RewardError(f"environment: can't serialize its result: {error}")))
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -363,9 +363,9 @@ def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Ve
         raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
     except RewardWorkerError as error:
         if not started:
-            raise RewardError(f"no process for a verdict: {error}") from error
+            raise RewardError(f"can't start a process for the verifier: {error}") from error
         worker.kill()
-        how = f"it ended its process, with status {worker.process.returncode}"
+        how = f"it exited its process with status {worker.process.returncode}"
         raise VerifierError(verdicts.told(name, how, prompt, text)) from None
     finally:
         worker.kill()

@@ -80,7 +80,7 @@ def evaluate(
     Raises ConfigError, ModelError and others as `preflight` does, and ProcessError for servers that fail.
     """
     if not configs:
-        raise ConfigError("benchmarks: must name one at least")
+        raise ConfigError("benchmarks: must name at least one")
     for field, each in (("name", name), ("reference", reference), *(("benchmarks", each) for each in configs)):
         if each is not None:
             check_file_name(field, each)
@@ -104,7 +104,7 @@ def evaluate(
         checkpoint_url=served.storage.url,
     )
     run = RunDir.create(served, info, kind="evaluations")
-    busy = f"name: {info.run_id} is being evaluated already; wait for its end or choose another"
+    busy = f"name: {info.run_id} is already running; wait for its end or choose another name"
     with FileLock(run.launcher_lock, timeout_s=_OWNER_S, busy=busy):
         return asyncio.run(_evaluated(run, benchmarks, tokenizer, reference, log, on_progress))
 

@@ -77,7 +77,7 @@ class DiskSpace:
     def _compare(self, where: str, shown: str, unit: str, free: float, low: float, least: float) -> None:
         left = f"{where} has {shown} {unit} left, less than"
         if free < least:
-            raise StorageError(f"{left} {least:g}: the run ends; with more room it can be resumed")
+            raise StorageError(f"{left} {least:g}: the run stops; free some space, then resume it")
         if free < low and (where, unit) not in self._told:
             self._told.add((where, unit))
             self._log(f"{left} {low:g}")
@@ -121,7 +121,7 @@ def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Pa
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / name
     lock = cache / f"{name}.lock"
-    busy = f"state_dir: {lock} is still held by another run, which makes its base model"
+    busy = f"state_dir: another run holds {lock} to prepare its base model; start again once it is done"
     with FileLock(lock, timeout_s=_WARMUP_LOCK_S, busy=busy):
         if not folder.exists():
             make(folder)
@@ -146,4 +146,4 @@ def _warm_up(config: RunConfig, log: Log, folder: Path) -> None:
     launch = dataclasses.replace(config.launch, restarts=0)
     Supervisor(work, spec, launch, stop=StopSignal(), log=log).run()
     if not folder.exists():
-        raise ProcessError(f"warmup-0 exited with code 0 and left no {folder}")
+        raise ProcessError(f"warmup-0 exited with code 0 without writing {folder}")

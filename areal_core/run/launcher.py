@@ -109,7 +109,7 @@ class Run:
                 try:
                     self._supervise("controller", self._abort, self._registration.wake)
                     if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
-                        raise ProcessError("controller-0 exited with code 0 and left no summary.json")
+                        raise ProcessError("controller-0 exited with code 0 without writing summary.json")
                 finally:
                     self._stop_servers.set()
             _later(self.config.launch.stop_timeout_s, self._abort.set)  # the other roles have no work left
@@ -152,7 +152,7 @@ class Run:
         try:
             self._supervise("tracker", self._stop_tracker)
         except (ProcessError, OSError) as error:
-            self._log(f"the run goes on untracked; its points wait in {self.run_dir.outbox}: {error}")
+            self._log(f"the run continues without tracking; its metrics are queued in {self.run_dir.outbox}: {error}")
         finally:
             with self._state:
                 self._tracking = False
@@ -181,8 +181,8 @@ class Run:
         if self._supervision.failure is not None:
             raise self._supervision.failure
         if not self.run_dir.summary.exists():
-            why = self._stopped or "its roles did not run to their end"
-            raise ProcessError(f"run {self._info.run_id} was stopped ({why}); it can be resumed by its run_id")
+            why = self._stopped or "its roles did not finish"
+            raise ProcessError(f"run {self._info.run_id} was stopped ({why}); resume it by its run_id")
         return read_summary(self.run_dir)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -193,12 +193,12 @@ class Run:
             return
         bound_s = self.config.launch.stop_timeout_s
         deadline, client = time.monotonic() + bound_s, ControllerClient(self.run_dir, patience_s=0.0, timeout_s=bound_s)
-        self._log(f"the run stops: its trainer ends the step and writes a checkpoint, within {bound_s:g} s")
+        self._log(f"stopping the run: the trainer finishes its step and writes a checkpoint, within {bound_s:g} s")
         with closing(client), suppress(ArealError):  # the controller ends once the checkpoint is written
             while self._training:
                 if time.monotonic() > deadline:
                     self._log(
-                        "the trainer did not end its step within launch.stop_timeout_s: a resumed run makes it again"
+                        "the trainer did not finish its step within launch.stop_timeout_s; a resumed run repeats it"
                     )
                     break
                 client.stop(STOPPED)  # repeated, because a restarted controller has lost the request
@@ -284,7 +284,7 @@ class Run:
             outbox.end(status)
             outbox.close()
         except (TrackingError, sqlite3.Error) as error:
-            self._log(f"the end of the run can't be tracked: {error}")
+            self._log(f"can't record the end of the run for tracking: {error}")
             self._stop_tracker.set()
             return
         patience_s = self.config.tracking.flush_timeout_s + self.config.launch.stop_timeout_s

@@ -48,7 +48,7 @@ class Ownership(AbstractContextManager["Ownership"]):
         self._lock = FileLock(
             run.launcher_lock,
             timeout_s=config.launch.stop_timeout_s + _OWNER_S,
-            busy=f"run_id: {run.root.name} is running already; wait for its end or choose another",
+            busy=f"run_id: {run.root.name} is already running; wait for its end or choose another",
         )
         try:
             storage = Storage.open(checkpoint_url, config.storage.endpoint_url, _PATIENCE_S)
@@ -72,7 +72,7 @@ class Ownership(AbstractContextManager["Ownership"]):
         try:
             self._lease.renew()
         except StorageError as error:
-            self._log(f"the lease of the run can't be confirmed: {error}")
+            self._log(f"can't confirm the lease of the run: {error}")
 
     def release(self) -> None:
         """Release lease and lock. If the store is unreachable, other launchers wait for the lease to expire."""
@@ -80,7 +80,7 @@ class Ownership(AbstractContextManager["Ownership"]):
         try:
             self._lease.release()
         except StorageError as error:
-            self._log(f"the lease of the run is not released: {error}")
+            self._log(f"can't release the lease of the run: {error}")
         finally:
             self._lock.release()
 
@@ -99,14 +99,14 @@ class Ownership(AbstractContextManager["Ownership"]):
             try:
                 self._lease.renew()
                 if silent:
-                    self._log("the lease of the run is renewed again")
+                    self._log("renewed the lease of the run again")
                 silent = False
             except LeaseLostError as error:
                 self._on_lost(error)
                 return
             except StorageError as error:
                 if not silent:
-                    self._log(f"the lease of the run can't be renewed for now: {error}")
+                    self._log(f"can't renew the lease of the run: {error}; will retry")
                 silent = True
 
 

@@ -86,7 +86,7 @@ def _check_address(address: str) -> None:
         try:
             probe.bind((address, 0))
         except OSError as error:
-            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
+            raise ConfigError(f"launch.address: can't listen on {address}: {error.strerror}") from error
 
 
 @contextmanager
@@ -110,10 +110,14 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
         )
     ends = [Dialogue(its.task.chat, tokenizer).stop_token_ids(folder) for its in config.by_task.values()]
     if not all(ends):
-        raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
+        raise ModelError(
+            f"model.path: {folder} has no eos_token_id, so no completion would ever end; set it in config.json"
+        )
     for token in set[int]().union(*ends) - set(spec.eos_token_ids):
         text = tokenizer.decode([token], special=True)
-        log(f"task.chat: completions also end on {text!r}, as turns of the chat template do; eos_token_id lacks it")
+        log(
+            f"task.chat: completions also end at {text!r}, which ends turns in the chat template but is no eos_token_id"
+        )
     trained_shapes(spec, config.training.lora.adapter)  # checks that the model has the target layers of LoRA
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
@@ -170,6 +174,4 @@ def device_memory(config: RunConfig) -> float:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
         return min(int(line) for line in asked.split()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(
-            f"launch.device_memory_gib: must be given where nvidia-smi can't be asked for it ({error})"
-        ) from None
+        raise ConfigError(f"launch.device_memory_gib: must be set where nvidia-smi can't report it ({error})") from None

@@ -72,7 +72,7 @@ def prepare(
     for name, its in config.by_task.items():
         with of_task(name):
             if not its.task.trains:  # held-out prompts alone are enough for an evaluation
-                raise ConfigError("task.path: must be given, a file of prompts to train on")
+                raise ConfigError("task.path: must name a file of training prompts")
     prompts = preflight(config, log, resumed=resumed)
     if resumed:
         check_digests(run.info().prompts, prompts)
@@ -189,8 +189,8 @@ def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
     wanted = None if stored is None else stored.extra.get(checkpoint.BASE)
     if stored is not None and wanted is not None and (found := base_version(str(model)).digest) != wanted:
         raise ConfigError(
-            f"model.path: the checkpoint of step {stored.step} is an adapter to a model with digest {wanted}, {model} "
-            f"has {found}"
+            f"model.path: must be the base model of the checkpoint of step {stored.step}, with digest {wanted}; "
+            f"{model} has {found}"
         )
 
 

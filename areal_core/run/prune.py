@@ -109,15 +109,15 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
     with suppress(OSError, ValueError, TypeError):  # run.json is missing or incomplete
         url = local.info().checkpoint_url
     if url is not None and url != own and _may_hold(url):
-        raise ConfigError(f"{run.run_id}: its store is {url}; name it as storage.url")
+        raise ConfigError(f"{run.run_id}: its checkpoints are in {url}; set storage.url to this store")
     local.root.mkdir(parents=True, exist_ok=True)
 
     def check_unchanged() -> None:
         if _changed(run.folder, run.storage.changed() if run.storage is not None else {}) > run.changed:
-            raise ProcessError(f"run_id: {run.run_id} has changed since it was listed")
+            raise ProcessError(f"run_id: {run.run_id} has changed since it was listed; list the runs again")
 
     if run.storage is None:
-        busy = f"run_id: {run.run_id} is running already; wait for its end"
+        busy = f"run_id: {run.run_id} is already running; wait for its end"
         with FileLock(local.launcher_lock, timeout_s=0.0, busy=busy):
             check_unchanged()
             yield 0, lambda: None
@@ -144,7 +144,7 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
         try:
             leftovers = checkpoint.leftovers(storage, sys.maxsize)
         except StorageError as error:
-            log(f"{run_id}: its leftovers are not counted: {error}")
+            log(f"{run_id}: can't count its leftover files: {error}")
     return HeldRun(
         run_id=run_id,
         folder=local.root,

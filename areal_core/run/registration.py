@@ -125,7 +125,7 @@ class ServerRegistration:
     def _kill(self, server: _Server) -> None:
         with suppress(ProcessLookupError):  # the server has already exited
             signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-            self.log(f"the generation server at {server.url} was taken out by the controller: killed")
+            self.log(f"the controller removed the generation server at {server.url}: killed")
 
     def _register(self, client: ControllerClient, server: _Server) -> bool:
         """Whether the server has joined. The wait is short: a slow server must not delay killing lost ones."""
@@ -134,7 +134,7 @@ class ServerRegistration:
         except ArealError as error:  # the controller is restarting, or the server has died
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                self.log(f"{server.name} is not at work yet: {error}")
+                self.log(f"{server.name} has not joined yet: {error}")
             return False
 
     def _leave(self, names: Iterable[str]) -> None:
@@ -148,4 +148,4 @@ class ServerRegistration:
                 client.leave(name)
                 self.log(f"{name} has left the run")
             except ArealError as error:
-                self.log(f"{name} ends without having left the run: {error}")
+                self.log(f"{name} stops without having left the run: {error}")

@@ -50,7 +50,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     share = Share(role=options.role, first=options.first, count=options.count)
     head = Head(checked_url(options.head), read_token(options.token_file))
     worker = RemoteWorker(share, CopiedFolder(head, options.folder), options.address)
-    signal.signal(_LEAVE, lambda *_: worker.leave(f"it was asked to, by {_LEAVE.name}"))
+    signal.signal(_LEAVE, lambda *_: worker.leave(f"it received {_LEAVE.name}"))
     worker.work(options.wait)
 
 
@@ -84,7 +84,7 @@ class RemoteWorker:
                 raise self._supervision.failure from None
             if not self._is_leaving:
                 raise
-            self._log(f"it was broken off: {error}")
+            self._log(f"the work was interrupted: {error}")
             self._say_how_it_ends()
         return "ended" if self._left is None else "left"
 
@@ -164,7 +164,8 @@ def _check_address(config: RunConfig, address: str) -> None:
     head_node, here_alone = config.launch.address, ip_address(address).is_loopback
     if ip_address(head_node).is_loopback and not here_alone:
         raise ConfigError(
-            f"launch.address: must be an address that other machines reach, got {head_node!r}; start the run with one"
+            f"launch.address: must be an address that other machines reach, got {head_node!r}; start the run with "
+            "such an address"
         )
     if here_alone and not ip_address(head_node).is_loopback and interface_of(head_node) is None:
         raise ConfigError(f"--address: must be an address that the head node, {head_node}, reaches, got {address!r}")
@@ -179,29 +180,36 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     trainer = roles.add_parser("trainer", help="ranks of the trainer")
     rewards = roles.add_parser("rewards", help="reward workers")
     for role in (servers, trainer, rewards):
-        role.add_argument("--head", required=True, help="the URL of the head node's data server")
+        role.add_argument("--head", required=True, help="URL of the head node's data server")
         role.add_argument("--token-file", type=Path, required=True, help="a copy of the run's file `token`")
-        role.add_argument("--folder", type=Path, required=True, help="where this command keeps its copy of the run")
-        role.add_argument("--address", required=True, help="of this machine, for the others to reach")
-        role.add_argument("--wait", type=float, default=600.0, help="seconds for the run to be started (600)")
+        role.add_argument("--folder", type=Path, required=True, help="folder for this command's copy of the run")
+        role.add_argument("--address", required=True, help="IP address of this machine that the other machines reach")
+        role.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the start of the run (600)")
     servers.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
     servers.add_argument(
-        "--servers", dest="count", type=_at_least(1), help="how many run here; all of the run's unless said"
+        "--servers", dest="count", type=_at_least(1), help="number of servers here; default: all servers of the run"
     )
     trainer.add_argument(
         "--node",
         dest="first",
         type=_at_least(0),
         required=True,
-        help="number of this machine among the training ones, of which the head node is 0",
+        help="number of this machine among the training machines; the head node is 0",
     )
     trainer.set_defaults(count=None)
     cores = len(os.sched_getaffinity(0))
     rewards.add_argument(
-        "--first", type=_at_least(0), default=0, help="number of the first worker here among all of other machines (0)"
+        "--first",
+        type=_at_least(0),
+        default=0,
+        help="number of the first worker here, among the workers of all other machines (0)",
     )
     rewards.add_argument(
-        "--workers", dest="count", type=_at_least(1), default=cores, help=f"how many run here (one a core: {cores})"
+        "--workers",
+        dest="count",
+        type=_at_least(1),
+        default=cores,
+        help=f"number of workers here (one per core: {cores})",
     )
     return parser.parse_args(arguments)
 
@@ -209,7 +217,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _at_least(low: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"must be a whole number, {low} at least, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, got {text!r}")
         return int(text)
 
     return whole

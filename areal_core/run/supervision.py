@@ -85,7 +85,7 @@ class Supervision:
             work()
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
-            self.fail(ProcessError(f"the run's folder can't be used{where}: {error.strerror or error}"))
+            self.fail(ProcessError(f"can't use the run's folder{where}: {error.strerror or error}"))
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, ArealError):

@@ -312,4 +312,4 @@ def _check(response: dict[str, Any], found: str) -> None:
     Objects of other programs may have no checksum."""
     wanted = response["Metadata"].get(_CRC, found)
     if found != wanted:
-        raise OSError(errno.EBADMSG, f"it is damaged: its CRC-32 is {found}, it was put with {wanted}")
+        raise OSError(errno.EBADMSG, f"it is damaged: its CRC-32 is {found}, expected {wanted}")

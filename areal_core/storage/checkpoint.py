@@ -171,7 +171,7 @@ def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | Non
         later = True
     if later:
         raise StorageError(
-            f"{storage.url}/{_ROOT}: all checkpoints are of later steps than {last}, another launcher's: start the run "
+            f"{storage.url}/{_ROOT}: all checkpoints are later than step {last}, from another launcher: start the run "
             "again"
         )
     return _refuse_unless_new(storage, sizes)
@@ -182,7 +182,7 @@ def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
     for info in _complete(storage, _sizes(storage)):
         if (info.step, info.number) == (step, number):
             return info
-    raise StorageError(f"{storage.url}/{folder_name(step, number)}: there is no complete checkpoint")
+    raise StorageError(f"{storage.url}/{folder_name(step, number)}: no complete checkpoint")
 
 
 def fetch(
@@ -222,7 +222,7 @@ def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple
 
 def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
     """Mark a checkpoint as damaged, so that it is not used again unless its launcher replaces it."""
-    _log.warning("%s; it is set aside, and an older one is taken", reason)
+    _log.warning("%s; the run uses an older checkpoint", reason)
     storage.child(info.folder).put_bytes(_SET_ASIDE, _text({"reason": reason}))
 
 
@@ -295,7 +295,7 @@ def _complete(
         folder = folder_name(step, number)
         present = _below(sizes, folder)
         if _MANIFEST not in present or _SET_ASIDE in present:
-            why = "it was found damaged" if _SET_ASIDE in present else "it has no manifest"
+            why = "it is marked as damaged" if _SET_ASIDE in present else "it has no manifest"
             _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, why)
             continue
         try:
@@ -306,7 +306,7 @@ def _complete(
             yield from _complete(storage, _sizes(storage), gone | {(number, step)})
             return
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
+            _log.warning("skipping checkpoint %s/%s: its manifest is invalid: %r", storage.url, folder, error)
             continue
         problem = _problem(info.files, present) or _problem(info.shared, sizes)
         if problem:
@@ -323,8 +323,8 @@ def _refuse_unless_new(storage: Storage, sizes: Mapping[str, int]) -> None:
     if not known:
         return
     raise StorageError(
-        f"{storage.url}/{_ROOT}: of {len(known)} checkpoints none is whole: put back what is missing, or start the run "
-        "under another id"
+        f"{storage.url}/{_ROOT}: none of {len(known)} checkpoints is complete: restore the missing files, or start the "
+        "run under another id"
     )
 
 
@@ -355,17 +355,17 @@ def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
     folder = folder_name(step, number)
     manifest = json.loads(storage.get_bytes(f"{folder}/{_MANIFEST}"))
     if manifest.pop(_SEAL, None) != _seal(manifest):
-        raise ValueError("it is not what was written")
+        raise ValueError("its checksum does not match")
     if (found := manifest.get("format")) != FORMAT:
         raise StorageError(
-            f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; "
+            f"{storage.url}/{folder}: the checkpoint has format {found}, must be {FORMAT}; "
             "start the run under another id"
         )
     info = msgspec.convert(manifest, CheckpointInfo)
     if unsafe := [name for name in (*info.files, *info.shared) if not _NAME.fullmatch(name) or ".." in name.split("/")]:
-        raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
+        raise ValueError(f"{unsafe[0]!r} is not a valid name of a checkpoint file")
     if (info.step, info.number) != (step, number):
-        raise ValueError(f"it is of step {info.step} and number {info.number}")
+        raise ValueError(f"it names step {info.step} and number {info.number}")
     return info
 
 
@@ -383,5 +383,5 @@ def _problem(entries: Mapping[str, FileEntry], present: Mapping[str, int]) -> st
         if name not in present:
             return f"{name} is missing"
         if present[name] != entry.bytes:
-            return f"{name} has {present[name]} bytes, not {entry.bytes}"
+            return f"{name} has {present[name]} bytes, expected {entry.bytes}"
     return None

@@ -91,14 +91,14 @@ class Lease:
             if seen is None or seen != (found, mark):
                 if seen is not None and found is not None and found.held and _follows(seen[0], found):
                     raise ProcessError(
-                        f"run_id: the run is running already, on {found.where}; wait for its end or choose another"
+                        f"run_id: the run is already running, on {found.where}; wait for its end or choose another"
                     )
                 seen, since = (found, mark), self._clock()
             patience_s = max(self._ttl_s, found.ttl_s if found else 0.0)
             if self._is_free(found, mark) or self._clock() - since >= patience_s:
                 number = 1 + max(above(), found.number if found else 0)
                 if number > _MOST:
-                    raise StorageError(f"{self._url}: its number would be above {_MOST}; use another run id")
+                    raise StorageError(f"{self._url}: its number would exceed {_MOST}; use another run id")
                 if self._write(Claim(number=number, holder=self._holder, where=self._where, ttl_s=self._ttl_s), mark):
                     return number
             else:
@@ -164,7 +164,7 @@ def _claim_of(data: bytes | None) -> Claim | None:
     try:
         return None if data is None else msgspec.json.decode(data, type=Claim)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        logger.warning("%s is no lease: %s", NAME, error)
+        logger.warning("%s is not a valid lease: %s", NAME, error)
         return None
 
 
@@ -175,7 +175,7 @@ def _follows(before: Claim | None, found: Claim) -> bool:
 
 def _lost_to(claim: Claim | None) -> LeaseLostError:
     where = f", on {claim.where}" if claim else ""
-    return LeaseLostError(f"run_id: another launcher has taken the run over{where}")
+    return LeaseLostError(f"run_id: another launcher has taken over the run{where}")
 
 
 class Marked:

@@ -76,7 +76,7 @@ class Storage:
     def _open_folder(cls, root: str, patience_s: float) -> Storage:
         folder = Folder()
         storage = cls(folder, root, root, Patience(_OPEN_S, quiet=True))
-        with storage._probe() as probe, storage._doing("look at", "") as attempt:
+        with storage._probe() as probe, storage._doing("access", "") as attempt:
             attempt(lambda: folder.sweep(root, Path(root, probe).stat().st_mtime))
         return cls(folder, root, root, Patience(patience_s))
 
@@ -92,7 +92,9 @@ class Storage:
             patience.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
             where = endpoint_url or next(filter(None, map(os.environ.get, _ENDPOINTS)), "Amazon's endpoint")
-            remedy = "; start it there, or name another (storage.endpoint_url)" if bucket.transient(error) else ""
+            remedy = (
+                "; start the server there, or set storage.endpoint_url to another" if bucket.transient(error) else ""
+            )
             raise StorageError(f"storage.url: can't use {url} at {where}: {bucket.reason(error)}{remedy}") from error
         with cls(bucket, root, f"s3://{root}", patience)._probe():
             pass
@@ -120,7 +122,7 @@ class Storage:
         should name its writer.
         """
         if (put := self._done("write", name, self._kind.put_over, data, mark)) is None:
-            raise ChangedError(f"storage.url: can't write {self.url}/{name}: somebody else has changed it meanwhile")
+            raise ChangedError(f"storage.url: can't write {self.url}/{name}: another process has changed it meanwhile")
         return put
 
     def get_marked(self, name: str) -> tuple[bytes, str]:
@@ -159,7 +161,7 @@ class Storage:
     def delete(self, prefix: str) -> None:
         """Delete the object `prefix`, or all objects below it; ignores missing objects."""
         if self._path(prefix) == self._root:
-            raise StorageError(f"{self.url}: refuses to delete the whole store; name what is to go")
+            raise StorageError(f"{self.url}: refuses to delete the entire store; name a prefix")
         self._done("delete", prefix, self._kind.delete)
 
     @contextmanager
@@ -173,7 +175,7 @@ class Storage:
     def _path(self, name: str) -> str:
         name = name.strip("/")
         if ".." in name.split("/"):
-            raise StorageError(f"{self.url}: {name!r} leaves the store")
+            raise StorageError(f"{self.url}: {name!r} is outside the store")
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def _done(self, action: str, name: str, call: Callable[..., T], *arguments: object) -> T:
@@ -189,7 +191,7 @@ class Storage:
         try:
             yield lambda work: self._patience.run(work, what, self._kind)
         except self._kind.errors as error:
-            tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
+            tried = f"; retried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
             raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
 

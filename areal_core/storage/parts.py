@@ -87,8 +87,8 @@ class _File:
         data = self._source.get_range(self._name, start, min(start + BLOCK_BYTES, self._entry.bytes))
         if zlib.crc32(data) != self._entry.crc32[number]:
             raise DamagedError(
-                f"checkpoint {self._source.url}/{self._name} is damaged: the {len(data)} bytes from {start} on are "
-                "not those that its manifest tells of"
+                f"checkpoint {self._source.url}/{self._name} is damaged: the {len(data)} bytes from byte {start} do "
+                "not match the CRC-32 in its manifest"
             )
         return data
 

@@ -55,7 +55,7 @@ class Patience:
                 raise
             if not self._quiet:
                 bound = f"{self.limit_s:g} s (storage.patience_s)"
-                _log.warning("storage: can't %s: %s; trying again for up to %s", what, failures.reason(error), bound)
+                _log.warning("storage: can't %s: %s; retrying for up to %s", what, failures.reason(error), bound)
         done = self._again(work, failures, started + self.limit_s)
         if not self._quiet:
             _log.info("storage: responds again, after %.1f s", self.clock.now() - started)

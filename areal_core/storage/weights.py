@@ -69,9 +69,9 @@ def read_manifest(path: Path) -> PolicyVersion:
         version = PolicyVersion(version=int(manifest["version"]), path=str(path), digest=str(manifest["digest"]))
         size, wanted = weights_file(path).stat().st_size, int(manifest["bytes"])
     except OSError as error:
-        raise StorageError(f"{path} holds no published weights: {error.filename}: {error.strerror}") from error
+        raise StorageError(f"{path} holds no published model weights: {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{path / _MANIFEST} is no manifest of weights: {error!r}") from error
+        raise StorageError(f"{path / _MANIFEST} is not a valid manifest of model weights: {error!r}") from error
     if size != wanted:
         raise StorageError(f"{weights_file(path)} is damaged: {size} bytes, its manifest says {wanted}")
     return version

@@ -30,12 +30,12 @@ def main() -> int:
 
     info = run_dir.info()
     if info.tracking_uri is None or info.tracking_run_id is None:
-        logging.getLogger(__name__).error("tracking.enabled: this run is not tracked")
+        logging.getLogger(__name__).error("tracking.enabled: this run has no MLflow run to send metrics to")
         return 2
     outbox = Outbox(run_dir.outbox, info.run_id)
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)
     announce_ready(ready_file)
-    heartbeat.say("sending what the outbox holds", waits_for="MLflow")  # requests to MLflow have their own time limits
+    heartbeat.say("sending queued metrics", waits_for="MLflow")  # requests to MLflow have their own time limits
     return 0 if forwarder.run(_stop_signal_within) else 128 + signal.SIGTERM
 
 

@@ -89,7 +89,7 @@ class Forwarder:
                 pause = 0.0 if waiting else _INTERVAL_S
             except FAILURES as error:
                 if not failures:
-                    _log.warning("tracking: %s fails, points wait: %s", shown(self._uri), reason(error))
+                    _log.warning("tracking: %s fails, metrics are queued: %s", shown(self._uri), reason(error))
                 failures += 1
                 pause = min(_INTERVAL_S * failures, _MAX_BACKOFF_S)
             left_s = give_up_at - time.monotonic()
@@ -113,7 +113,7 @@ class Forwarder:
             while self._send_some() and time.monotonic() < deadline:
                 pass
         except FAILURES as error:
-            _log.warning("tracking: %d items stay unsent: %s", self._outbox.unsent(), reason(error))
+            _log.warning("tracking: %d items were not sent: %s", self._outbox.unsent(), reason(error))
         status = self._outbox.ended() or "KILLED"
         try:
             self._client.set_terminated(self._run_id, status)
@@ -171,7 +171,7 @@ class Forwarder:
 
     def _tell(self, what: str, refusal: str | None) -> None:
         if refusal is not None:
-            _log.warning("tracking: %s refuses %s, which is left out: %s", shown(self._uri), what, refusal)
+            _log.warning("tracking: %s rejected %s, skipped: %s", shown(self._uri), what, refusal)
 
     def _send_document(self) -> None:
         """Send the oldest document. A document overwrites its earlier copy, so sending one twice is harmless."""
@@ -202,7 +202,7 @@ class Forwarder:
         try:
             rows = json.loads(Path(document.data["file"]).read_text())
         except (OSError, ValueError) as error:
-            _log.warning("tracking: no table of version %d: %s", document.step, error)
+            _log.warning("tracking: can't send the evaluation table of version %d: %s", document.step, error)
             return
         put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
 

@@ -195,7 +195,8 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
                 raise
     if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
         raise TrackingError(
-            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {shown(uri)}"
+            f"tracking.uri: experiment {name!r} keeps its artifacts on an MLflow server; set the server's URL, "
+            f"got {shown(uri)}"
         )
     for key, value in _experiment_tags(found).items():
         if found.tags.get(key) != value:
@@ -260,7 +261,7 @@ def _reporting(uri: str) -> Iterator[None]:
     except FAILURES as error:
         named = os.environ.get("MLFLOW_TRACKING_URI") == uri
         field = "MLFLOW_TRACKING_URI" if named else "tracking.uri"
-        remedy = "; start it there, name another, or set tracking.enabled=false" if named else ""
+        remedy = "; start MLflow there, set another URI, or set tracking.enabled=false" if named else ""
         raise TrackingError(f"{field}: can't use MLflow at {shown(uri)}: {reason(error)}{remedy}") from error
 
 

@@ -216,8 +216,8 @@ class Outbox:
         waiting = self._read("SELECT TOTAL(LENGTH(data)) FROM documents WHERE run = ? AND state < 2", self._run)[0][0]
         if waiting > _MAX_BYTES and kind in _MANY:
             raise TrackingError(
-                f"document {kind}: {_MAX_BYTES >> 20} MiB of documents wait; tables and plots are left out until the "
-                "tracking server has taken some"
+                f"document {kind}: {_MAX_BYTES >> 20} MiB of documents are queued; tables and plots are skipped until "
+                "the tracking server accepts some"
             )
 
     def _write(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:

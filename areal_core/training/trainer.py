@@ -105,7 +105,7 @@ class Trainer:
             if manifest.step <= replayed:
                 # If the replay gives other model weights, a new incarnation begins and the controller assembles later
                 # batches anew. No rank may fetch one of them before.
-                self._until("it is made again", Publisher.drain)
+                self._until("publishing the repeated step", Publisher.drain)
                 feed.ahead()
         self._finish(reason)
         self.ranks.close()
@@ -224,7 +224,7 @@ class Trainer:
         self._meet()
         if self.ranks.all_reduce_max(np.array([int(read is None)]))[0]:
             if self.rank == 0:
-                checkpoint.set_aside(self.storage, info, damage or f"{info.folder}: another rank has found damage")
+                checkpoint.set_aside(self.storage, info, damage or f"{info.folder}: another rank found it damaged")
             return None
         assert read is not None
         return EngineState(arrays=read.arrays, shapes=read.shapes, scalars=info.extra["engine"])
@@ -262,7 +262,7 @@ class Trainer:
 
     def _meet(self) -> None:
         """Wait for all ranks; a store may delay some of them."""
-        with heartbeat.waiting("trainer", "all ranks meet"):
+        with heartbeat.waiting("trainer", "waiting for all ranks"):
             self.ranks.meet(self.config.storage.patience_s)
 
     def _finish(self, reason: str) -> None:

@@ -25,9 +25,9 @@ def until_it_decodes(run: Launched, index: int) -> None:
 def check_the_loss(run: Launched, index: int) -> None:
     """The controller's log: one server was taken out, its requests failed, and none of them twice."""
     log = run.run.log_file("controller").read_text()
-    assert re.findall(r"generation server (\S+) is taken out", log) == [f"generation-{index}"]
-    assert "try 1 failed: " in log
-    assert "try 2 failed: " not in log
+    assert re.findall(r"generation server (\S+) is removed", log) == [f"generation-{index}"]
+    assert "attempt 1 failed: " in log
+    assert "attempt 2 failed: " not in log
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def check_the_loss(run: Launched, index: int) -> None:
     [
         ("recompute", signal.SIGKILL, "generation-1 was killed by SIGKILL: restart 1 of 2"),
         ("resubmit", signal.SIGKILL, "generation-1 was killed by SIGKILL: restart 1 of 2"),
-        ("resubmit", signal.SIGSTOP, " was taken out by the controller: killed"),
+        ("resubmit", signal.SIGSTOP, "the controller removed the generation server at "),
     ],
 )
 def test_one_of_three_servers_is_killed_or_hangs_and_comes_back(

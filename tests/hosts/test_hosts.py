@@ -109,11 +109,11 @@ def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
     cluster.wait_for("it judges", judged)
     for host in (GENERATES, JUDGES):
         cluster.network.cut(host)
-    cluster.says(HEAD_NODE, "generation server generation-0 is taken out")
-    cluster.says(HEAD_NODE, "reward worker 1 is gone")
+    cluster.says(HEAD_NODE, "generation server generation-0 is removed")
+    cluster.says(HEAD_NODE, "reward worker 1 disconnected")
     for host in (GENERATES, JUDGES):
         cluster.network.join(host)
-    cluster.says(GENERATES, "was taken out by the controller: killed")
+    cluster.says(GENERATES, "the controller removed the generation server at ")
     cut_off = len(judged())
     cluster.until_step(cluster.step() + 2)
     cluster.network.cut(TRAINS)
@@ -135,7 +135,7 @@ def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
         processes = {span.process for span in here}
         assert processes
         assert here == [span for span in everywhere if span.process in processes]
-    assert "was taken out by the controller: killed" in cluster.run.log_file("host-generation").read_text()
+    assert "the controller removed the generation server at " in cluster.run.log_file("host-generation").read_text()
     assert not cluster.copy(TRAINS).payloads.exists()  # its parts of groups came past the controller
     assert not any("the controller is asked for it" in log.read_text() for log in cluster.run.logs.glob("node-*.log*"))
 

@@ -158,8 +158,14 @@ def test_services_refuse_requests_without_the_token(run: Launched, headers: dict
 @pytest.mark.parametrize(
     ("service", "method", "path", "body", "error"),
     [
-        ("controller", "GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for"),
-        ("controller", "POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
+        (
+            "controller",
+            "GET",
+            f"/groups/999999?spans={'7-8,' * 9999}7-8",
+            b"",
+            "group_id: the payload of group 999999 is no longer stored",
+        ),
+        ("controller", "POST", "/versions", b"[" * 200_000, "body: its JSON is nested too deeply"),
         ("generation", "POST", "/inference/v1/generate", b"[" * 200_000, "Expected `object`, got `array`"),
     ],
     ids=["spans", "brackets", "brackets to a server"],

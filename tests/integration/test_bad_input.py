@@ -110,7 +110,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "error"),
     [
-        (shutil.rmtree, "model.path: {model}: no model folder, it has no config.json"),
+        (shutil.rmtree, "model.path: {model}: is not a model folder, it has no config.json"),
         (lambda m: cut(m / "model.safetensors"), "model.path: {model}/model.safetensors: not a readable safetensors"),
         (lambda m: edit(m, intermediate_size=16), "model.path: {model}: model.layers.0.mlp.gate_proj.weight: expected"),
         (lambda m: edit(m, max_position_embeddings=100), "task.max_new_tokens: prompt and completion need 152 tokens "),

@@ -175,7 +175,7 @@ async def test_a_vllm_that_is_killed_ends_its_wrapper_with_one_line(qwen2, tmp_p
         child.kill()
         _, errors = server.process.communicate(timeout=240)
         assert server.process.returncode == 1
-        assert errors == f"areal: error: vLLM ended with code -9; see {tmp_path / 'ready.log'}\n"
+        assert errors == f"areal: error: vLLM exited with code -9; see {tmp_path / 'ready.log'}\n"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
         gone(server.process.pid)

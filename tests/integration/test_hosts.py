@@ -113,7 +113,7 @@ def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, st
         server = ServerView(run.url("generation", 1), run.run.token())
         run.wait_for("it decodes", lambda: server.running() >= 2)
         leaves.process.send_signal(signal.SIGUSR1)
-        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
+        assert leaves.ended() == (0, "this machine leaves the run: it received SIGUSR1")
         assert "generation-1 has left the run" in leaves.output.read_text()
         replaces = start(run, "generation", "--first", 1, "--servers", 1)
         run.wait_for(
@@ -139,7 +139,7 @@ def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, st
             assert version.path.startswith(str(node.folder))
         assert FileLock.is_held(copy.root / "copy.lock") is False
     logs = run.run.logs
-    assert "was taken out" not in (logs / "host-generation-1.log").read_text()
+    assert "the controller removed" not in (logs / "host-generation-1.log").read_text()
     assert "generation-0 was killed by SIGKILL: restart 1 of 2" in (logs / "host-generation-0.log").read_text()
     assert "this machine leaves the run" in (logs / "host-generation-1.log").read_text()
     spans = read_timeline(run.run.timeline)

@@ -207,7 +207,7 @@ def test_a_run_goes_on_with_the_servers_that_it_has(stage: Callable[..., Stage])
     def meanwhile() -> None:
         played.wait_for(lambda: len(played.joined()) >= 2)
         os.kill(json.loads(played.dir.ready_file("generation", 1).read_text())["pid"], signal.SIGKILL)
-        played.wait_for(lambda: any("restarts are spent: 1 of 2 go on" in line for line in played.lines))
+        played.wait_for(lambda: any("has no restarts left: 1 of 2 continue" in line for line in played.lines))
         os.kill(json.loads(played.dir.ready_file("generation", 0).read_text())["pid"], signal.SIGKILL)
 
     error = played.play(meanwhile)["generate"]
@@ -239,7 +239,7 @@ def test_a_tracker_that_fails_stops_nothing(stage: Callable[..., Stage]) -> None
     played = stage({"tracker": "fails"})
     assert set(played.play().values()) == {None}
     assert played.run.report() == SUMMARY
-    assert any("the run goes on untracked" in line for line in played.lines)
+    assert any("the run continues without tracking" in line for line in played.lines)
 
 
 @pytest.mark.parametrize(("remote_roles", "kept"), [("none", False), ("generation", True)])

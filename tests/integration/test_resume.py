@@ -112,7 +112,7 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine_with_its_own_base_model(
     model.write_bytes(_flipped(whole))
     with Launched(adapted, "r") as other:
         assert other.end() == 2
-        assert "is an adapter to a model with digest" in other.output()
+        assert "model.path: must be the base model of the checkpoint of step " in other.output()
     model.write_bytes(whole)
     shutil.rmtree(run.root)
     assert "restored the ledger from the checkpoint of step" in finished(adapted)
@@ -142,7 +142,7 @@ def test_resume_makes_a_damaged_version_again_from_the_checkpoint_before_a_damag
     weights.write_bytes(_flipped(weights.read_bytes()))
     output = finished(config)
     assert f"version {version.version} is damaged: " in output
-    assert "taken out" not in output  # no server was given it
+    assert "is removed" not in output  # no server was given it
     assert f"{newest.folder}/{checkpoint.OPTIMIZER} is damaged" in output
     assert f"resumed from the checkpoint of step {before.step}" in output
 
@@ -155,7 +155,7 @@ def test_two_launchers_of_one_run_on_two_machines(config: RunConfig, tmp_path: P
     with Launched(elsewhere, "r") as first:
         first.until_step(1)
         with Launched(replace(elsewhere, state_dir=config.state_dir), "r") as second:
-            assert "run_id: the run is running already, on " in second.failed()
+            assert "run_id: the run is already running, on " in second.failed()
         first.until_step(first.step() + 2)
 
 
@@ -170,7 +170,7 @@ def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: Run
         finished(config)  # once the lease of the first has run out
         for pid in first.processes():
             os.kill(pid, signal.SIGCONT)
-        assert "run_id: another launcher has taken the run over, on " in first.failed()
+        assert "run_id: another launcher has taken over the run, on " in first.failed()
     assert _newest(config) == 8
 
 
@@ -266,7 +266,9 @@ def test_a_run_on_a_full_disk_ends_in_order_and_goes_on_later(disk: Path) -> Non
         assert run.end() == 2
         assert not run.run.summary.exists()
         last = run.output().rstrip().splitlines()[-1]
-        assert re.fullmatch(r"areal: error: state_dir: \S+ has 0\.0[01] GiB left, .*with more room it can be .*", last)
+        assert re.fullmatch(
+            r"areal: error: state_dir: \S+ has 0\.0[01] GiB left, .*free some space, then resume it", last
+        )
         assert "Traceback" not in run.output()
     (disk / "filler").unlink()
     with Launched(config, "full") as run:
@@ -295,7 +297,7 @@ def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("first_call", 3, "KeyError: 'anwser'"),
         pytest.param(
-            *("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0"),
+            *("completions", None, "ValueError: a verifier must return a score from 0 to 1, or a Verdict, got 2.0"),
             marks=pytest.mark.end_to_end,
         ),
     ],

@@ -200,7 +200,7 @@ def test_operation_is_repeated_until_the_server_responds(
     assert len(time.slept) in waits  # nobody else below tries again by himself
     begin, end = told(caplog)
     assert begin.startswith("WARNING storage: can't ")
-    assert begin.endswith("; trying again for up to 1800 s (storage.patience_s)")
+    assert begin.endswith("; retrying for up to 1800 s (storage.patience_s)")
     assert end == f"INFO storage: responds again, after {sum(time.slept):.1f} s"
     assert store.sizes() == {"a/name": 7}
 

@@ -317,8 +317,8 @@ work()
     [
         pytest.param(
             "os.kill(os.getpid(), signal.SIGSTOP)",
-            r"has given no sign of life for 2 s \(launch.liveness_timeout_s\): T \(stopped\); \w+; "
-            r"its stacks can't be told: killed",
+            r"has sent no heartbeat for 2 s \(launch.liveness_timeout_s\): T \(stopped\); \w+; "
+            r"its stacks are not available: killed",
             id="stopped",
         ),
         pytest.param(
@@ -355,6 +355,6 @@ def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_ba
     first, spent, again = rig.lines
     assert first == "role-1 exited with code 3: restart 1 of 1"
     assert re.match(
-        r"role-1 exited with code 3, and its restarts are spent: 1 of 2 go on, it is started again in \d+ s; ", spent
+        r"role-1 exited with code 3, and has no restarts left: 1 of 2 continue, next restart in \d+ s; ", spent
     )
-    assert again == "role-1 has a restart again: restart 1 of 1"
+    assert again == "role-1 can restart again: restart 1 of 1"

@@ -212,8 +212,8 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
     [
         (RewardError, "no result, more than 20%", {"reward_failed": 4}),
         (SessionLostError, "no result, more than 20%", {"reward_failed": 4}),  # each group loses one again and again
-        (RewardTimeoutError, "3 tries in a row", {}),
-        (RewardWorkerError, "3 tries in a row", {}),
+        (RewardTimeoutError, "3 attempts in a row", {}),
+        (RewardWorkerError, "3 attempts in a row", {}),
     ],
 )
 def test_verifier_that_fails_on_every_group_ends_the_run(kind, said, dropped):

@@ -35,7 +35,7 @@ def test_a_run_goes_on_once_its_killed_store_is_back(
         run.until_step(1)
         radosgw.kill()
         try:
-            run.wait_for("it is told that the run waits", lambda: "trying again for up to 1800 s" in run.output())
+            run.wait_for("it is told that the run waits", lambda: "retrying for up to 1800 s" in run.output())
             time.sleep(AWAY_S)
         finally:
             radosgw.start()

@@ -38,7 +38,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     ("text", "overrides", "error"),
     [
         ("a: [", [], r"^configuration: can't read .*run\.yaml: "),
-        ("- 1", [], r"^configuration: .* must hold fields"),
+        ("- 1", [], r"^configuration: .* must be a mapping of fields to values"),
         ("", ["training.steps"], "^training.steps: a setting looks like"),
         ("", ["=3"], "^=3: a setting looks like"),
         ("", ["name=[1"], r"^name: '\[1' is not a value"),

@@ -189,7 +189,11 @@ class RolloutController:
         outcome = self.ledger.publish(version)
         if outcome == "replaced":
             incarnation = self.ledger.notes.incarnation
-            logger.warning("version %d has other weights than before: incarnation %d", version.version, incarnation)
+            logger.warning(
+                "version %d was published again with different model weights: incarnation %d",
+                version.version,
+                incarnation,
+            )
             self._disown()
         self.notify()
         return outcome
@@ -330,7 +334,7 @@ class RolloutController:
                 if isinstance(error, RewardError):
                     self._failures[task].failed_try(error)
                 else:
-                    logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
+                    logger.warning("group %d, attempt %d failed: %s", group.group_id, tries, error)
                 if tries >= self.config.rollout.max_tries:
                     raise
 

@@ -52,17 +52,17 @@ _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY,
     prompt_index INTEGER NOT NULL,
-    requeues INTEGER NOT NULL,            -- times that this prompt was queued again before
+    requeues INTEGER NOT NULL,            -- how often this prompt was queued again
     state TEXT NOT NULL,
-    reason TEXT,                          -- why it was dropped
+    reason TEXT,                          -- reason why the group was dropped
     admission INTEGER UNIQUE,             -- order of admission; NULL while waiting
-    tries INTEGER NOT NULL DEFAULT 0,     -- failed tries
-    step INTEGER,                         -- the batch that it belongs to, once consumed
-    tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of its completions, of tries that did not fail
-    lost_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled by tries that failed
-    unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in response bodies that could not be read
-    unsettled INTEGER NOT NULL DEFAULT 0, -- servers may sample for it: `tokens` are still to come
-    min_version INTEGER,                  -- of its tokens; the one in force at its admission until it is ready
+    tries INTEGER NOT NULL DEFAULT 0,     -- failed attempts
+    step INTEGER,                         -- step of the batch with this group, once consumed
+    tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of its completions, without failed attempts
+    lost_tokens INTEGER NOT NULL DEFAULT 0,  -- tokens sampled by failed attempts
+    unread_tokens INTEGER NOT NULL DEFAULT 0,  -- upper bound of tokens in unreadable responses
+    unsettled INTEGER NOT NULL DEFAULT 0, -- 1 while servers may sample for it; `tokens` is not final
+    min_version INTEGER,                  -- of its tokens; until it is ready, the version at its admission
     max_version INTEGER, ready_version INTEGER,
     summary BLOB  -- GroupSummary, as JSON
 );
@@ -71,13 +71,13 @@ CREATE INDEX IF NOT EXISTS groups_by_age ON groups (state, min_version, admissio
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE INDEX IF NOT EXISTS groups_unsettled ON groups (group_id) WHERE unsettled;
-CREATE TABLE IF NOT EXISTS totals (       -- of all groups, also those whose rows are folded
+CREATE TABLE IF NOT EXISTS totals (       -- of all groups, including deleted rows
     state TEXT NOT NULL, reason TEXT NOT NULL,  -- '' unless dropped
     groups INTEGER NOT NULL, tokens INTEGER NOT NULL, lost_tokens INTEGER NOT NULL, unread_tokens INTEGER NOT NULL,
     PRIMARY KEY (state, reason)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS cut (          -- rollouts that the system has ended, whose tokens nobody trains on
-    reason TEXT NOT NULL, length INTEGER NOT NULL,  -- tokens that it had, rounded up to a power of two
+CREATE TABLE IF NOT EXISTS cut (          -- rollouts ended by the system; their tokens are not trained on
+    reason TEXT NOT NULL, length INTEGER NOT NULL,  -- tokens of the rollout, rounded up to a power of two
     rollouts INTEGER NOT NULL,
     PRIMARY KEY (reason, length)
 ) WITHOUT ROWID;
@@ -147,7 +147,9 @@ class TrajectoryLedger:
         found = self._value("PRAGMA user_version")
         if found != FORMAT and self._value("SELECT COUNT(*) FROM sqlite_master"):
             self._db.close()
-            raise LedgerError(f"{path}: a ledger of format {found}, needed is {FORMAT}; start the run under another id")
+            raise LedgerError(
+                f"{path}: the ledger has format {found}, must be {FORMAT}; start the run under another id"
+            )
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.executescript(f"PRAGMA user_version = {FORMAT}; {_SCHEMA}")
@@ -311,7 +313,7 @@ class TrajectoryLedger:
         with self._transaction(synced=True):
             last = self.last_step()
             if step != last + 1:
-                raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
+                raise LedgerError(f"step: must be {last + 1}, the next batch, got {step}")
             if selection.rule == "drop":
                 self._drop_stale(step, selection)
             order = "min_version, admission" if selection.rule == "wait" else "admission"
@@ -324,7 +326,7 @@ class TrajectoryLedger:
             lag = step - 1 - min(row["min_version"] for row in rows)
             if selection.rule != "admit" and lag > selection.max_staleness:
                 raise LedgerError(
-                    f"step: batch {step} would train on tokens of {lag} versions before, above max_staleness"
+                    f"step: batch {step} would train on tokens {lag} versions old, above rollout.max_staleness"
                 )
             self._db.executemany(
                 "UPDATE groups SET state = 'consumed', step = ? WHERE group_id = ?",
@@ -336,7 +338,7 @@ class TrajectoryLedger:
         """Place of the packed trajectories of a group. Raises LedgerError once they are freed."""
         place = self.payloads.get(group_id)
         if place is None:
-            raise LedgerError(f"group_id: no payload is kept for group {group_id}")
+            raise LedgerError(f"group_id: the payload of group {group_id} is no longer stored")
         return place
 
     def step_of(self, group_id: int) -> int | None:
@@ -387,7 +389,7 @@ class TrajectoryLedger:
         with self._transaction():
             last = self.versions.last()
             if version.version > last + 1:
-                raise LedgerError(f"version: {version.version} can't follow {last}")
+                raise LedgerError(f"version: must be at most {last + 1}, got {version.version}")
             known = self.versions.digest(version.version)
             if known is None and 0 < version.version < last:
                 return "same"  # a late message: the version is folded
@@ -529,7 +531,7 @@ class TrajectoryLedger:
     def _row(self, group_id: int) -> sqlite3.Row:
         row = self._db.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
         if row is None:
-            raise LedgerError(f"group_id: there is no group {group_id}")
+            raise LedgerError(f"group_id: group {group_id} does not exist")
         return row
 
     def _expect(self, group_id: int, *states: GroupState) -> None:

@@ -43,7 +43,7 @@ INSERT OR IGNORE INTO run (one) VALUES (1);
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY,
     published_s REAL,  -- RL wall time when its version was published
-    staleness TEXT     -- tokens that it trained on, by their staleness
+    staleness TEXT     -- tokens of the batch, by staleness
 );
 CREATE TABLE IF NOT EXISTS staleness (lag TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;  -- of all steps
 CREATE TRIGGER IF NOT EXISTS steps_inserted AFTER INSERT ON steps BEGIN {_add_staleness("NEW", "+")} END;
@@ -305,11 +305,11 @@ CREATE TABLE IF NOT EXISTS server_sessions (
     session INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     url TEXT NOT NULL,
-    joined INTEGER NOT NULL,         -- its counter when it joined
-    counted INTEGER NOT NULL,        -- its counter at the last report
-    accounted INTEGER NOT NULL,      -- tokens of the ledger's groups when that report was requested
-    uncounted INTEGER NOT NULL DEFAULT 0,  -- sampled after that, at most
-    over INTEGER NOT NULL DEFAULT 0  -- it has left or is lost
+    joined INTEGER NOT NULL,         -- token counter when the server joined
+    counted INTEGER NOT NULL,        -- token counter at the last report
+    accounted INTEGER NOT NULL,      -- tokens of the ledger's groups when the report was requested
+    uncounted INTEGER NOT NULL DEFAULT 0,  -- upper bound of tokens sampled after the report
+    over INTEGER NOT NULL DEFAULT 0  -- 1 once the server has left or is lost
 );
 """
 

@@ -63,7 +63,7 @@ def _reserved(size: int) -> Float32Array:
         memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as error:
         raise ModelError(
-            f"--slots, --context: a KV cache of {4 * size / 2**30:.0f} GiB can't be reserved ({error.strerror}); fewer "
+            f"--slots, --context: can't reserve a KV cache of {4 * size / 2**30:.0f} GiB ({error.strerror}); use fewer "
             "slots or a shorter context"
         ) from None
     with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -69,7 +69,7 @@ class Engine(SlotEngine):
         if file.is_dir() or (lora := read_lora(file)) is None:
             return read_arrays(file, self.spec)
         if self._base is None:
-            raise ModelError(f"{file}: holds an adapter, and this engine was made without the folder of its base model")
+            raise ModelError(f"{file}: holds an adapter, but this engine was created without its base model's folder")
         return merged(read_arrays(self._base, self.spec), read_adapter(file, self.spec, lora), lora)
 
     def prepare(self, weights: Mapping[str, Any]) -> Decoder:

@@ -131,7 +131,7 @@ def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> S
 
 def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
     if spec.transformers is not None:
-        raise ModelError(f"{folder}: {spec.transformers.why}; vLLM may run it")
+        raise ModelError(f"{folder}: {spec.transformers.why}; vLLM may support it")
     from areal_core.generation.engines.embedded import Engine  # imports the kernels, which an emulation doesn't need
 
     return Engine(spec, read_arrays(folder, spec), base=folder, **options)

@@ -175,7 +175,7 @@ class SlotEngine(ABC):
         for name in ("token_ids", "stop_token_ids"):
             for token in getattr(request, name):
                 if not 0 <= token <= last:
-                    raise GenerationError(f"{name}: must be token ids from 0 to {last}, one of them is {token}")
+                    raise GenerationError(f"{name}: must be token ids from 0 to {last}, got {token}")
         if len(request.token_ids) >= self.context:
             raise GenerationError(
                 f"token_ids: a prompt may have {self.context - 1} tokens, as the context has {self.context}; "

@@ -91,7 +91,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         found = _FIELD.search(str(error))
         raise RequestError(str(error), param=found and found[found.lastgroup or 0]) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise RequestError(f"the body must be JSON: {error}") from None
 
 
 def parse_request(body: bytes, *, eos_token_ids: tuple[int, ...], version: str = MODEL_NAME) -> GenerationRequest:
@@ -102,7 +102,9 @@ def parse_request(body: bytes, *, eos_token_ids: tuple[int, ...], version: str =
     asked = parse(body, Generate)
     if asked.model not in (None, MODEL_NAME, version):
         held = f"{MODEL_NAME!r}" + (f" and {version!r}" if version != MODEL_NAME else "")
-        raise RequestError(f"the model {asked.model!r:.80} does not exist, this is {held}", param="model", status=404)
+        raise RequestError(
+            f"the model {asked.model!r:.80} does not exist; this server has {held}", param="model", status=404
+        )
     params = asked.sampling_params
     if 0 < params.temperature < 0.01:  # a smaller temperature may overflow the logits
         raise RequestError("must be 0, or from 0.01 to 100", param="temperature")

@@ -193,7 +193,7 @@ class GenerationServer:
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = int(parse(await http.read(), Finish).weight_version)
         if self._staged is None:
-            raise RequestError("no weights were staged", param="weight_version")
+            raise RequestError("no model weights were staged", param="weight_version")
         (staged, digest), self._staged = self._staged, None
         await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
         self._label, self._name = version, version_name(PolicyVersion(version=version, path="", digest=digest))
@@ -322,10 +322,14 @@ def _json_bytes(body: bytes) -> web.Response:
 def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.server.routes")
     parser.add_argument("--engine", default="embedded", help="embedded, or an import path: package.module:function")
-    parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
-    parser.add_argument("--context", type=int, help="tokens of prompt and completion; default: the model's")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
+    parser.add_argument("--timeline", type=Path, help="file to append the engine's timeline to")
+    parser.add_argument(
+        "--context", type=int, help="most tokens of prompt and completion together; default: the model's"
+    )
+    parser.add_argument("--device", default="cpu", help="device of the engine: cpu or cuda")
+    parser.add_argument(
+        "--emulate", type=Path, help="config.json of a run whose accelerators the server emulates, without computing"
+    )
     return parser.parse_args()
 
 

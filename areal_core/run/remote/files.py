@@ -122,7 +122,9 @@ class Files:
         except OSError as error:
             return web.Response(status=404, text=f"segment {name} can't be read: {error.strerror}")
         if parts is None:
-            return web.Response(status=416, text=f"spans: must lie in segment {name}, and be no more bytes than it has")
+            return web.Response(
+                status=416, text=f"spans: must lie within segment {name}, and add up to at most its size"
+            )
         return web.Response(body=parts)
 
     async def _hear(self, request: web.Request) -> web.Response:
@@ -253,7 +255,7 @@ async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while files.nodes.awaited:
         if time.monotonic() > deadline:
-            logger.warning("some remote workers have not ended within %.0f s of the run", patience_s)
+            logger.warning("some remote workers have not stopped within %.0f s of the run's end", patience_s)
             return
         await asyncio.sleep(_POLL_S)
 

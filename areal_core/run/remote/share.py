@@ -58,10 +58,12 @@ class Share:
         count = self.count or 1
         if self.role == REWARDS:  # any run accepts reward workers of other machines
             if self.first + count > _MOST_WORKERS:
-                raise ConfigError(f"--workers: all machines may have {_MOST_WORKERS}, got {self.first + count}")
+                raise ConfigError(
+                    f"--first, --workers: must add up to at most {_MOST_WORKERS}, got {self.first + count}"
+                )
         elif self.role not in config.remote_roles:
             raise ConfigError(
-                f"launch.remote_roles: must be {self.role} or both for another machine to take that role over, "
+                f"launch.remote_roles: must be {self.role} or both before another machine can take over this role, "
                 f"got {config.launch.remote_roles!r}"
             )
         elif self.role == TRAINER:
@@ -72,7 +74,7 @@ class Share:
         elif self.first + (count := self.count or config.generation_servers) > config.generation_servers:
             raise ConfigError(
                 f"--first: servers {self.first} to {self.first + count - 1} are more than the run has, "
-                f"{config.generation_servers} (generation.servers); --servers says how many are here"
+                f"{config.generation_servers} (generation.servers); set --servers to the number of servers here"
             )
         return replace(self, count=count)
 
@@ -174,7 +176,7 @@ class Nodes:
             if self._lives(node):
                 taken = next(index for index in share.indices if index in node.share.indices)
                 raise TakenError(
-                    f"--head: {share.role} {taken} of run {self._run.root.name} is run by another command already, "
+                    f"--head: {share.role} {taken} of run {self._run.root.name} already runs under another command, "
                     f"at {node.address}"
                 )
         for gone in others:

@@ -50,7 +50,7 @@ class VersionCache:
         """The local copy of a version, fetched from `source` if missing; concurrent requests share a download.
         Raises ValueError for an invalid version or digest, StorageError, AwayError, OSError."""
         if version.version < 0 or not _DIGEST.fullmatch(version.digest):
-            raise ValueError("version, digest: must be a whole number, 0 at least, and 64 hexadecimal digits")
+            raise ValueError("version, digest: must be a whole number of at least 0, and 64 hexadecimal digits")
         key = version.version, version.digest
         if key not in self._coming:
             task = self._coming[key] = asyncio.ensure_future(self._bring(version, source))
@@ -76,9 +76,11 @@ class VersionCache:
         try:
             published = weights.read_manifest(path)
         except StorageError:
-            return web.Response(status=404, text=f"version {number} is not there, or not any more")
+            return web.Response(status=404, text=f"version {number} does not exist, or was deleted")
         if (asked := request.query.get("digest", published.digest)) != published.digest:
-            return web.Response(status=404, text=f"version {number} has digest {published.digest}, not {asked[:64]}")
+            return web.Response(
+                status=404, text=f"version {number} has digest {published.digest}, expected {asked[:64]}"
+            )
         return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
 
     async def _bring(self, version: PolicyVersion, source: Head) -> PolicyVersion:
@@ -95,7 +97,7 @@ class VersionCache:
     def _base(self, version: PolicyVersion) -> PolicyVersion:
         base = weights.base_version(self._run.info().model_path)
         if base.digest != version.digest:
-            raise StorageError(f"version 0: {base.path} has digest {base.digest}, not {version.digest}")
+            raise StorageError(f"version 0: {base.path} has digest {base.digest}, expected {version.digest}")
         return base
 
     def _fetched(self, version: PolicyVersion, source: Head) -> PolicyVersion:
@@ -151,7 +153,7 @@ class Stager:
             asyncio.run(self._serve(up))
         finally:
             if not up.done():
-                up.set_exception(ProcessError("the stager has not begun"))
+                up.set_exception(ProcessError("the stager did not start"))
 
     async def _serve(self, up: Future[str]) -> None:
         runner = serving.runner(self.app(), shutdown_timeout=_SHUTDOWN_S)

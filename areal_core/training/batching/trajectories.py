@@ -39,7 +39,7 @@ class Trajectories:
                 return read_group_file(self._folder, group, sequences)
             return read_group(lambda spans: _fetched(files, group, spans), group, sequences)
         except (OSError, StorageError) as error:
-            logger.warning("group %d: the controller is asked for it: %s", group.group_id, error)
+            logger.warning("group %d: can't read it, requesting it from the controller: %s", group.group_id, error)
             return read_group(lambda spans: controller.group(group.group_id, spans), group, sequences)
 
 

@@ -59,8 +59,8 @@ _HAS_SHUTDOWN = "shutdown_timeout" in (field.name for field in dataclasses.field
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--address", required=True, help="of this machine")
-    parser.add_argument("--node", type=int, required=True, help="its number among those that train")
+    parser.add_argument("--address", required=True, help="IP address of this machine")
+    parser.add_argument("--node", type=int, required=True, help="number of this machine among the training machines")
     arguments = parser.parse_args()
     logs.start("node")
     process.adopt()
@@ -88,7 +88,9 @@ def await_rendezvous(run: RunDir, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while (info := run.ready_info("rendezvous")) is None:
         if time.monotonic() > deadline:
-            raise ProcessError(f"no rendezvous in {timeout_s:g} s (launch.start_timeout_s): the run has not started")
+            raise ProcessError(
+                f"no rendezvous within {timeout_s:g} s (launch.start_timeout_s): the run has not started"
+            )
         time.sleep(_POLL_S)
     return info["url"].removeprefix("tcp://")
 
@@ -143,7 +145,7 @@ class OpenRendezvous:
         """Join the next round. Raises RendezvousStateError if another machine has the same number."""
         found = self._handler.next_rendezvous()
         if found.store.add(f"machine/{self._node}", 1) > 1:  # this store belongs to the current round
-            raise RendezvousStateError(f"--node: two machines say that they are number {self._node}")
+            raise RendezvousStateError(f"--node: two machines use the number {self._node}; give each machine its own")
         assert found.bootstrap_store_info is not None
         return RendezvousInfo(found.store, self._node, found.world_size, found.bootstrap_store_info)
 

@@ -112,7 +112,7 @@ class RankGroup:
                 raise ProcessError(f"{missing} did not reach the others within {bound_s:g} s")
             time.sleep(min(1.0, max(_LOOK_S, waited_s / 20)))
         if missing is None:
-            raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
+            raise ProcessError(f"rank {self.rank} lost the rendezvous while it waited for the other ranks")
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elementwise maximum over ranks."""
@@ -175,9 +175,7 @@ class RankGroup:
             if timed_out
             else "where the others wait, and a connection was closed"
         )
-        return (
-            _bounded(look) or f"rank {self.rank} has lost the rendezvous and, in all_reduce {number}, the other ranks"
-        )
+        return _bounded(look) or f"rank {self.rank} lost the rendezvous and the other ranks in all_reduce {number}"
 
     def _wait_for_all(self, join_s: float) -> None:
         keys = [f"host/{rank}" for rank in range(self.size)]

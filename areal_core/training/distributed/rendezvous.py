@@ -19,7 +19,7 @@ _BACKLOG = 128
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--address", required=True, help="where it listens, on a port that the kernel chooses")
+    parser.add_argument("--address", required=True, help="IP address to listen on; the kernel chooses the port")
     parser.add_argument("--ready-file", type=Path, required=True)
     arguments = parser.parse_args()
     logs.start("rendezvous")

@@ -232,7 +232,7 @@ class DeepSpeedEngine(PolicyEngine):
         if self.dtype != torch.float32 and not self._mixed:
             raise ConfigError(
                 f"training.zero_stage: must be at least 1 with training.dtype={self.training.dtype} for a model that "
-                "transformers' modules run, whose layers don't round weights as they run, got 0"
+                "transformers' modules run, whose layers don't round model weights themselves, got 0"
             )
         module = self._transformers_policy(whole=self._stage == 3)
         module.dtype = self.dtype

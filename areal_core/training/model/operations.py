@@ -97,7 +97,7 @@ def _causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def bounds(blocks: Blocks, device: torch.device) -> Tensor:
     """[N + 1], int32: start of each sequence and end of the last one. Cached for all layers of a pass."""
-    assert all(block.prompt is None for block in blocks), "the kernel knows no shared prompts"
+    assert all(block.prompt is None for block in blocks), "the kernel does not support shared prompts"
     ends = np.cumsum(np.repeat([block.tokens for block in blocks], [block.sequences for block in blocks]))
     return torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device)
 

@@ -144,7 +144,7 @@ def _module(spec: ModelSpec) -> PreTrainedModel:
             module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(
-            f"architectures: {spec.architecture} (model_type {kind!r}) is no causal language model of transformers: "
+            f"architectures: {spec.architecture} (model_type {kind!r}) is not a causal language model of transformers: "
             f"{str(error).splitlines()[0]:.200}"
         ) from error
     module.tie_weights()
@@ -185,7 +185,7 @@ def _check_names(spec: ModelSpec, parameters: Mapping[str, tuple[int, ...]], lor
         if stored != needed:
             raise ModelError(
                 f"{name}: the model's files have {_shape(stored)}, transformers' {spec.architecture} {_shape(needed)}; "
-                "it can be trained only where both are the same"
+                "only models with equal shapes can be trained"
             )
 
 
@@ -195,7 +195,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def _padded(packed: Packed, *, whole: bool) -> Iterator[_Batch]:
     """Cut a micro-batch into padded batches."""
-    assert all(block.prompt is None for block in packed.blocks), "transformers' modules know no shared prompts"
+    assert all(block.prompt is None for block in packed.blocks), "transformers' modules do not support shared prompts"
     row = 0
     for _, members in groupby(packed.blocks, key=lambda block: whole or block.tokens.bit_length()):
         blocks = list(members)

@@ -177,21 +177,21 @@ def test_file_is_copied_and_goes_on_where_it_was_cut_short(
 
 def test_what_is_cut_short_again_and_again_is_named(start: Start, tmp_path: Path) -> None:
     handler = type("Cut", (Whole,), {"starts": [], "most": 5000, "ranges": False})
-    with pytest.raises(AwayError, match=rf"^/model/m is cut short, 5000 of {len(DATA)} bytes: the response ended"):
+    with pytest.raises(AwayError, match=rf"^/model/m is incomplete, 5000 of {len(DATA)} bytes: the response ended"):
         copied(start(handler), tmp_path / "m")
     assert len(handler.starts) > 1
 
 
 def test_damaged_file_and_one_that_nobody_waits_for_are_named(start: Start, tmp_path: Path) -> None:
     url = start(type("Cut", (Whole,), {"starts": []}))
-    with pytest.raises(StorageError, match=rf"^/model/m is damaged: its digest is {DIGEST}, must be abc$"):
+    with pytest.raises(StorageError, match=rf"^/model/m is damaged: its digest is {DIGEST}, expected abc$"):
         copied(url, tmp_path / "m", digest="abc")
-    with pytest.raises(AwayError, match="nobody waits for it any more"):
+    with pytest.raises(AwayError, match="the download was cancelled"):
         copied(url, tmp_path / "m", stop=True, patience_s=60.0)
 
 
 def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(AwayError, match=r"is cut short, 0 of None bytes: http://127\.0\.0\.1:1 does"):
+    with pytest.raises(AwayError, match=r"is incomplete, 0 of None bytes: http://127\.0\.0\.1:1 does"):
         fetch(Head("http://127.0.0.1:1", "t"), "/model/m", tmp_path / "m", DIGEST, stopped=bool, patience_s=0.3)
 
 
@@ -230,6 +230,6 @@ def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> N
     ["", "10.0.0.1:8900", "https://10.0.0.1:8900", "http://10.0.0.1", "http://10.0.0.1:x", "http://10.0.0.1:1/run"],
 )
 def test_what_is_no_url_of_a_head_node(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--head: must be the URL of a data server, as http://10\.0\.0\.1:89"):
+    with pytest.raises(ConfigError, match=r"^--head: must be the URL of a data server, such as http://10\.0\.0\.1:89"):
         checked_url(url)
     assert checked_url("http://[fd00::1]:8900/") == "http://[fd00::1]:8900"

@@ -43,7 +43,7 @@ def test_group_comes_back_exactly():
         assert isinstance(one, tuple) or one.dtype == two.dtype
         np.testing.assert_array_equal(one, two)
     for damaged in (b"", b"junk", data[:-1]):
-        with pytest.raises(StorageError, match="not what was stored"):
+        with pytest.raises(StorageError, match="its length or CRC-32 does not match"):
             unpack_group(damaged, batch_group(before, checksums))
 
 
@@ -77,7 +77,7 @@ def test_spans_are_named_in_a_request_and_their_bytes_told_apart():
     "text", ["", "0", "2-1", "-1-2", "0-2,", "0 - 2", "0-2\n", "\u0661-2", "1_0-20", "1" * 16 + "-1"]
 )
 def test_text_that_names_no_spans_is_refused(text: str):
-    line = "^spans: must be first bytes and those after the last, as 0-48,96-200, got '"
+    line = "^spans: must be byte ranges START-END without byte END, such as 0-48,96-200, got '"
     with pytest.raises(ValueError, match=line):
         parsed_spans(text)
 
@@ -91,7 +91,10 @@ def test_a_flipped_bit_is_found_in_its_part_alone(part: int):
     its = batch_group(group(), checksums)
     for completion in range(3):
         if part in (0, completion + 1):
-            with pytest.raises(StorageError, match=f"^part {part} of a trajectory group is not what was stored$"):
+            with pytest.raises(
+                StorageError,
+                match=f"^part {part} of a trajectory group is damaged: its length or CRC-32 does not match$",
+            ):
                 read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])
         else:
             read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])

@@ -73,7 +73,7 @@ async def test_connection_that_stands_still_is_closed(port: int) -> None:
     """In the body of a request, and in the header of one that follows."""
     found = await answer(port, head(5) + b"ha")
     assert found.startswith(b"HTTP/1.1 408 ")
-    assert found.endswith(b"body: less than 1024 bytes came in 0.5 s")
+    assert found.endswith(b"body: received less than 1024 bytes in 0.5 s")
     found = await answer(port, head(5) + b"whole", head(5)[:30])
     assert found.endswith(b"\r\n\r\nwhole")
     assert found.count(b"HTTP/1.1") == 1
@@ -117,7 +117,7 @@ async def test_kept_port_that_is_taken_is_one_line(tmp_path: Path, monkeypatch: 
         port = taken.getsockname()[1]
         (tmp_path / "port").write_text(f"{port}\n")
         line = (
-            f"port: this machine can't listen on port {port} of 127.0.0.1 again: Address already in use; end what uses"
+            f"port: can't listen on port {port} of 127.0.0.1 again: Address already in use; stop the process that uses"
         )
         with pytest.raises(ConfigError, match=line):
             await listening(tmp_path / "port")

@@ -122,7 +122,7 @@ def test_parts_of_a_response_tell_whose_they_are_and_how_it_ends():
     assert (parse_part(line), body) == (((0, 2), 6), b"a body")
     with pytest.raises(ServerLostError, match=r"^no memory$"):
         parse_part(encode_failure("no memory"))
-    with pytest.raises(GenerationError, match="not a part of a response"):
+    with pytest.raises(GenerationError, match="invalid part of a streamed response"):
         parse_part(b"{}")
 
 
@@ -188,13 +188,13 @@ def test_completion_that_was_interrupted_after_its_stop_token_or_at_its_limit_is
 @pytest.mark.parametrize(
     ("first", "said"),
     [
-        (body(([4], "abort")), "1 completions where 2 were requested"),
-        (body(([4], "stop")), "1 completions where 2 were requested"),
-        (body(*[([4], "abort")] * 3), "3 completions where 2 were requested"),
+        (body(([4], "abort")), "requested 2 completions, got 1"),
+        (body(([4], "stop")), "requested 2 completions, got 1"),
+        (body(*[([4], "abort")] * 3), "requested 2 completions, got 3"),
         (b"an abort, but not JSON", "not a response of /inference/v1/generate: .*JSON"),
         (b'{"abort": []}', "not a response of /inference/v1/generate: .*choices"),
         (b'{"choices": [{"finish_reason": "abort"}]}', "not a response of /inference/v1/generate: .*token_ids"),
-        (body(([4], "abort"), ([], "length")), r"completion 1 ended \(length\) without a token"),
+        (body(([4], "abort"), ([], "length")), r"completion 1 has no token \(finish_reason length\)"),
     ],
 )
 def test_what_can_not_be_continued_from_is_refused(first, said):

@@ -32,11 +32,11 @@ generation.temperature=0.0
 generation.vllm.arguments='x
     generation.vllm.arguments: No closing quotation, in "'x"
 generation.engine=vllm generation.temperature=3.0
-    generation.temperature: vllm takes 2 at most, got 3
+    generation.temperature: must be at most 2 with engine=vllm, got 3
 training.engine=emulated training.lora.rank=8 generation.engine=emulated
     training.lora.rank: must be null where accelerators are emulated, got 8
 task.name=rows task.path=p model.path=m
-    task.held_out_path: task.name=rows needs a file of prompts to evaluate with
+    task.held_out_path: must name a file of prompts for evaluation with task.name=rows
 generation.sleep=true
     generation.sleep: must be false with mode=async
 generation.engine=vllm generation.servers=3 generation.vllm.tensor_parallel=2 launch.accelerator=cuda launch.devices=6
@@ -62,25 +62,25 @@ algorithm.group_size=1
 generation.engine=emulated
     training.engine: must be emulated with generation.engine=emulated, got 'torch'
 generation.engine=emulated training.engine=emulated stop.score=0.5
-    stop.score: must be null where no version is scored, got 0.5
+    stop.score: must be null when no version is evaluated, got 0.5
 launch.address=head
     launch.address: must be an IP address of this machine, got 'head'
 training.ranks=2 training.hosts=2 launch.remote_roles=generation
-    training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2
+    training.hosts: must be 1 unless other machines run the trainer (launch.remote_roles=trainer or both), got 2
 launch.remote_roles=both
     training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first
 evaluation.servers=0 generation.servers=1
-    evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0
+    evaluation.servers: must be at least 1 with a single generation server, which an evaluation can't borrow, got 0
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
-    stop.score: must be null with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run h
+    stop.score: must be null with evaluation.servers=0 and generation.sleep=true, which evaluates versions after the tr
 evaluation.accelerator=cuda
     evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=0 generation.servers=2 launch.accelerator=cuda launch.devices=3
-    evaluation.accelerator: must be cpu with evaluation.servers=0, whose servers are the run's, got 'cuda'
+    evaluation.accelerator: must be cpu with evaluation.servers=0, which borrows the run's servers, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=2 generation.servers=1 launch.accelerator=cuda launch.devices=3
-    launch.devices: must be at least 4 (1 GPUs generate and 1 train, 2 score versions), got 3
+    launch.devices: must be at least 4 (1 GPUs generate and 1 train, 2 evaluate), got 3
 evaluation.enabled=false stop.score=0.9
-    stop.score: must be null where no version is scored, got 0.9
+    stop.score: must be null when no version is evaluated, got 0.9
 rollout.pipeline_depth=2.5
     rollout.pipeline_depth: must be at most max_staleness, 2, got 2.5
 algorithm.control=adaptive_kl
@@ -92,19 +92,19 @@ tracking.uri=https://hunter2@mlflow.example.org
 storage.url=s3://key:hunter2@bucket/areal
     storage.url: must hold no user or password
 storage.endpoint_url=http://key:hunter2@127.0.0.1:9000
-    storage.endpoint_url: must hold no user or password; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for
+    storage.endpoint_url: must hold no user or password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
 tasks.tools.ratio=0
     tasks.tools.ratio: must be at least 1, got 0
 tasks.tools={}
-    tasks.tools: must be a group of fields with a task, as in tasks.tools.task.name=arithmetic, got {}
+    tasks.tools: must be a group of fields with a task, such as tasks.tools.task.name=arithmetic, got {}
 tasks.my-tools.ratio=1
-    tasks.my-tools: must be named by letters, digits and underscores, not a digit first, got 'my-tools'
+    tasks.my-tools: must be a name of letters, digits and underscores that does not start with a digit, got 'my-tools'
 tasks.tools.task.max_operation=4
     tasks.tools.task.max_operation: no such field; did you mean tasks.tools.task.max_operations?
 tasks.tools.task.max_operations=four
     tasks.tools.task.max_operations: must be a whole number, got 'four'
 tasks.tools.task.name=rows tasks.words.ratio=1 model.path=m
-    tasks.tools.task.held_out_path: tasks.tools.task.name=rows needs a file of prompts to evaluate with
+    tasks.tools.task.held_out_path: must name a file of prompts for evaluation with tasks.tools.task.name=rows
 tasks.words.task.name=rows tasks.words.task.held_out_path=h.jsonl
     model.path: tasks.words.task.name=rows needs a model; the embedded one only knows arithmetic
 tasks.one.ratio=2 tasks.two.environment.verifier=code

@@ -29,13 +29,13 @@ def test_train_inference_kl_is_told_once_and_taken_back(health: Health, caplog: 
     for step in (2, 3):
         health.look(step, {"policy/train_inference_kl": 0.25, "reward/mean": 1.0})
     (alert,) = health.alerts
-    said = "policy/train_inference_kl is 0.25 nats a token, more than 0.1 (health.max_train_inference_kl)"
+    said = "policy/train_inference_kl is 0.25 nats per token, more than 0.1 (health.max_train_inference_kl)"
     assert (alert.kind, alert.step, alert.text) == ("train_inference_kl", 2, said)
     health.look(4, {"reward/mean": 1.0})  # it is not measured at every step
     assert kinds(health) == ["train_inference_kl"]
     health.look(5, {"policy/train_inference_kl": 0.0})
     assert health.alerts == ()
-    assert caplog.messages == [said, "no longer: train_inference_kl"]
+    assert caplog.messages == [said, "alert withdrawn: train_inference_kl"]
 
 
 def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
@@ -65,7 +65,7 @@ def test_share_or_time_above_its_bound_raises_an_alert(health: Health) -> None:
     health.wait(2, 1801.0)
     assert [alert.text for alert in health.alerts] == [
         "62% of the batch is older than rollout.max_staleness, more than 0.5 (health.max_stale_share)",
-        "25% of the batch's rollouts have no result, more than 0.1 (health.max_unscored_share)",
+        "25% of the rollouts in the batch have no result, more than 0.1 (health.max_unscored_share)",
         "no step for 1801 s, more than 1800 (health.max_step_s)",
     ]
     health.wait(3, 1.0)
@@ -86,7 +86,7 @@ def test_run_that_learns_nothing_names_the_field_to_change(health: Health, key: 
         health.look(step, {"loss/policy": 0.0})
         assert kinds(health) == (["idle"] if step == 9 else [])
     (alert,) = health.alerts
-    assert alert.text.startswith("nothing was learnt in 5 steps, all ")
+    assert alert.text.startswith("no learning signal in 5 steps, all ")
     assert field in alert.text
     health.look(10, {key: 0.5})
     assert kinds(health) == []

@@ -132,7 +132,10 @@ def test_metrics_of_ones_own_become_plain_numbers(ledger: TrajectoryLedger, outb
     ("own", "said"),
     [
         (lambda groups: {"own/good": 1.0, "own/bad": None}, "metric 'own/bad': must be a number, got None"),
-        (lambda groups: {}["own"], "tracking.batch_metrics: None must return numbers by name: KeyError('own')"),
+        (
+            lambda groups: {}["own"],
+            "tracking.batch_metrics: None must return a mapping of names to numbers: KeyError('own')",
+        ),
     ],
 )
 def test_a_metric_of_ones_own_that_is_no_number_is_named_and_ends_nothing(
@@ -142,7 +145,7 @@ def test_a_metric_of_ones_own_that_is_no_number_is_named_and_ends_nothing(
     recorder._batch_metrics = own
     train(ledger, 1)
     recorder.batch_fixed(ledger.batch(1))
-    assert f"not tracked: {said}" in caplog.text
+    assert f"tracking: could not record metrics: {said}" in caplog.text
     assert outbox.history()["reward/mean"] == [(1, 0.5)]
 
 

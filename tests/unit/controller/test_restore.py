@@ -68,7 +68,7 @@ def test_a_damaged_ledger_before_the_first_checkpoint_is_kept_aside(
         assert restore(run, Storage.open(run.info().checkpoint_url)) is None
     assert (run.root / "ledger-1.sqlite").read_bytes() == torn
     assert not run.ledger.exists()
-    assert "the run begins anew" in caplog.text
+    assert "the run starts from the beginning" in caplog.text
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
         assert ledger.admit(version=0).group_id == 1
 

@@ -89,10 +89,10 @@ def test_completions_end_as_the_template_ends_turns(tmp_path, template, named, e
 
 def test_a_chat_without_a_usable_template_is_refused(tmp_path):
     bare = Tokenizer.from_folder(chat_folder(tmp_path / "bare", None))
-    with pytest.raises(ConfigError, match=r"^task\.chat\.enabled: must be false, .* no chat template; got true"):
+    with pytest.raises(ConfigError, match=r"^task\.chat\.enabled: must be false, .* no chat template, got true"):
         Dialogue(ChatConfig(enabled=True), bare)
     forgetful = Tokenizer.from_folder(chat_folder(tmp_path / "forgetful", "{{ messages[-1].content }}"))
     dialogue = Dialogue(ChatConfig(enabled=True), forgetful)
     assert spelt(forgetful, dialogue.prompt("Why?")) == "Why?"
-    with pytest.raises(ModelError, match="leaves out what the policy has answered"):
+    with pytest.raises(ModelError, match="omits the policy's replies"):
         dialogue.message("Sure?", ())

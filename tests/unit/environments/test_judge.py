@@ -111,9 +111,9 @@ def test_a_reply_ends_on_its_score(monkeypatch: pytest.MonkeyPatch, reply: str, 
     [
         ([(429, "slow down"), (503, "busy"), (200, "1.0")], 3, None),
         ([(200, "no idea"), (200, "0")], 2, None),
-        ([(500, "broken")], 3, "gives no score: 500 broken"),
-        ([(200, "17")], 3, "it has written '17', which ends on no number from 0 to 1"),
-        ([(401, "no key")], 1, "gives no score: 401 no key"),
+        ([(500, "broken")], 3, "returned no score: 500 broken"),
+        ([(200, "17")], 3, "its reply '17' does not end with a number from 0 to 1"),
+        ([(401, "no key")], 1, "returned no score: 401 no key"),
     ],
 )
 def test_what_may_pass_is_tried_again_and_what_stays_is_no_result(
@@ -129,7 +129,7 @@ def test_what_may_pass_is_tried_again_and_what_stays_is_no_result(
 def test_a_judge_that_is_down_is_no_result_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     [verdict] = judged("http://127.0.0.1:9", "six", monkeypatch=monkeypatch)
     assert verdict.score is None
-    assert (verdict.failure or "").startswith("environment.judge: http://127.0.0.1:9 gives no score: ConnectError: ")
+    assert (verdict.failure or "").startswith("environment.judge: http://127.0.0.1:9 returned no score: ConnectError: ")
     assert "\n" not in (verdict.failure or "")
 
 
@@ -149,7 +149,7 @@ def test_a_request_that_takes_too_long_is_repeated(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         [verdict] = judged(url, "a", monkeypatch=monkeypatch, timeout_s=0.01)
-    assert (verdict.failure or "").endswith("no response in 0.01 s (environment.judge.timeout_s)")
+    assert (verdict.failure or "").endswith("no response within 0.01 s (environment.judge.timeout_s)")
 
 
 def test_requests_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,10 @@ def test_requests_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model": "m"}, r"^environment\.judge\.url: environment\.verifier=judge needs judge\.url and judge\.model$"),
+        (
+            {"model": "m"},
+            r"^environment\.judge\.url: must be set, with environment\.judge\.model, with environment\.verifier=judge$",
+        ),
         ({"url": "http://a", "model": "m", "prompt": "{{ oops"}, r"^environment\.judge\.prompt: .*, in '{{ oops'$"),
     ],
 )

@@ -63,12 +63,12 @@ def test_held_out_prompts_are_distinct_reserved_and_the_same_for_every_seed(toke
     ("settings", "told"),
     [
         ({"dataset": "needles"}, r"task\.dataset: must be a data set of reasoning-gym, got 'needles'"),
-        ({"dataset_options": "statements=3"}, r"task\.dataset_options: needle_haystack does not take 'statements=3'"),
+        ({"dataset_options": "statements=3"}, r"task\.dataset_options: needle_haystack does not accept 'statements=3'"),
         ({"dataset_options": "'"}, r"task\.dataset_options: must be name=value pairs, got"),
-        ({"max_prompt_tokens": 10}, r"task\.held_out: .* at most task\.max_prompt_tokens=10 tokens"),
+        ({"max_prompt_tokens": 10}, r"task\.held_out: .* with task\.max_prompt_tokens=10, got"),
         (
             {"dataset": "coin_flip", "dataset_options": "min_trials=3 max_trials=3"},
-            r"task\.held_out: coin_flip has about \d distinct prompts",
+            r"task\.held_out: must be at most about \d, the distinct prompts that coin_flip has",
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_data_set_that_takes_too_long_is_refused_by_name(monkeypatch):
     scorer = "areal_core.environments.procedural_scores:Entries"
     server = ForkServer(scorer, cpu_s=1.0, prepare_cpu_s=0.05, isolation="none")
     monkeypatch.setattr("areal_core.environments.procedural._entries", server)
-    with pytest.raises(ConfigError, match=r"^task\.dataset: acre made no entry 3; choose another"):
+    with pytest.raises(ConfigError, match=r"^task\.dataset: acre generated no entry 3; choose another data set"):
         entry("acre", "", 1, 3)
     server.close()
 

@@ -18,7 +18,10 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
     assert open_verifier(EnvironmentConfig(verifier="exact_match"), rows) is exact_match
     path = "areal_core.environments.registry:mathematics"
     assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics
-    with pytest.raises(ConfigError, match=r"^environment\.verifier: must be given, who judges my_task:Opposites\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^environment\.verifier: must be set, as task\.name=my_task:Opposites has no default verifier$",
+    ):
         verifier_name(EnvironmentConfig(), TaskConfig(name="my_task:Opposites"))
 
 
@@ -27,7 +30,7 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
     [
         ({"name": "three_turn"}, r"environment\.name: must be one of single_turn, two_turn, .*got .three_turn"),
         ({"verifier": "areal_core.types:nothing"}, r"environment\.verifier: .*types:nothing can't be imported"),
-        ({"name": "two_turn", "retry_message": "again!"}, r"environment: the model's tokenizer can't spell 'again!'"),
+        ({"name": "two_turn", "retry_message": "again!"}, r"environment: the model's tokenizer can't encode 'again!'"),
     ],
 )
 def test_an_unknown_environment_or_verifier_is_refused_by_field(settings, said):
@@ -42,9 +45,9 @@ class Lonely:
     async def rollout_group(self, task: Prompt, policy: object, n: int) -> None: ...
 
 
-def test_an_environment_of_groups_is_told_what_has_changed():
+def test_environment_without_rollout_is_refused():
     with pytest.raises(
-        ConfigError, match=r"^environment\.name: .*Lonely must be a class derived from Environment .* gone"
+        ConfigError, match=r"^environment\.name: .*Lonely must be a class derived from Environment .*policy\)`$"
     ):
         open_environment(RunConfig(environment=EnvironmentConfig(name=f"{__name__}:Lonely")), char_tokenizer())
 

@@ -62,7 +62,7 @@ def test_a_prompt_has_its_whole_row(tokenizer, tmp_path):
     work = Arrived(prompt=prompt, completions=[])
     assert decode_work(encode_work(1, work)) == (1, work)  # on another machine
     assert source.report.training.left_out == {Reason.UNREADABLE: 1}
-    assert source.report.training.bad == ["line 2: more than 32 lists and objects in each other"]
+    assert source.report.training.bad == ["line 2: lists and objects nested more than 32 levels deep"]
 
 
 def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
@@ -109,7 +109,7 @@ def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
     held_out = write(tmp_path / "test", row("1+1=", 2), row("What?"))
     report = opened(char_tokenizer(), None, held_out).report.held_out
     assert report.left_out == {Reason.UNSPELLABLE: 1}
-    assert report.bad[0].startswith("line 2: the model's tokenizer can't spell 'What?'")
+    assert report.bad[0].startswith("line 2: the model's tokenizer can't encode 'What?'")
 
 
 def test_bad_lines_are_skipped_and_the_first_are_named_in_a_warning(tokenizer, tmp_path, caplog):
@@ -129,9 +129,9 @@ def test_bad_lines_are_skipped_and_the_first_are_named_in_a_warning(tokenizer, t
     ("rows", "held_out", "said"),
     [
         (None, [OTHER], r"task\.path: can't read .*train"),
-        ([OTHER], [], r"task\.held_out_path: there is no prompt in .*: 0 rows: 0 prompts$"),
-        (["[1]\n", "{\n"], [OTHER], r"task\.path: there is no .*: 2 rows: .*; left out: 2 unreadable; line 1: must be"),
-        ([OTHER], [OTHER], r"task\.path: there is no .*: 1 rows: 0 prompts; left out: 1 overlapping with held-out pro"),
+        ([OTHER], [], r"task\.held_out_path: no usable prompt in .*: 0 rows: 0 prompts$"),
+        (["[1]\n", "{\n"], [OTHER], r"task\.path: no usable .*: 2 rows: .*; left out: 2 unreadable; line 1: must be"),
+        ([OTHER], [OTHER], r"task\.path: no usable .*: 1 rows: 0 prompts; left out: 1 overlapping with held-out pro"),
     ],
 )
 def test_files_without_a_prompt_are_refused(tokenizer, tmp_path, rows, held_out, said):

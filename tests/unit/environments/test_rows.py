@@ -75,7 +75,7 @@ def test_a_bad_line_spoils_no_other(tmp_path, line, wrong):
     ("content", "said"),
     [
         (b'{"data": []}', "{file} must hold a list of JSON objects"),
-        (b'{"a": 1}\n{"a": 2}\n', "{file} must be JSON, or end on .jsonl if it holds an object a line: "),
+        (b'{"a": 1}\n{"a": 2}\n', "{file} must be JSON, or be named .jsonl if it holds one object per line: "),
         (b'["\xff"]', "can't read {file}: 'utf-8' codec can't decode"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_field_may_lie_in_others():
     nested = schema(prompt_field="data.ask", answer_field="reward_model.ground_truth")
     row = {"data": {"ask": "1 + 1"}, "reward_model": {"ground_truth": "2"}}
     assert (nested.asked(row), nested.gold_answer(row)) == ("1 + 1", "2")
-    said = "task.prompt_field=data.ask must be text, or messages of a chat that end on the user's, got nothing"
+    said = "task.prompt_field=data.ask must be text, or messages of a chat that end with the user's, got nothing"
     for other in ({}, {"data": "1 + 1"}, {"data": {"asks": "1"}}):
         assert refused(nested.asked, other) == said
 
@@ -156,7 +156,7 @@ def test_a_template_words_the_fields_of_a_row():
         ("{{ question", ": must be a Jinja template: "),
         ("{{ questions }}", " fails: 'questions' is undefined"),
         ("{{ ''.__class__.mro() }}", " fails: access to attribute '__class__' of 'str' object is"),
-        ("{% if 0 %}{{ question }}{% endif %} ", " must give a text, got none"),
+        ("{% if 0 %}{{ question }}{% endif %} ", " must render a text, got none"),
     ],
 )
 def test_a_template_that_fails_is_one_line(template, said):
@@ -194,9 +194,9 @@ def test_mathematics_wants_the_conclusion(content, answer):
         ("mathematics", False, "must be text or a number, got False"),
         ("mathematics", math.inf, "must be text or a number, got inf"),
         ("mathematics", "", "must be text or a number, got ''"),
-        ("mathematics", "so\nnone", "must hold an answer, or end on one"),
-        ("mathematics", "(1", "must hold an answer, or end on one"),
-        ("code", [], "must hold a test"),
+        ("mathematics", "so\nnone", "must hold an answer, or end with one"),
+        ("mathematics", "(1", "must hold an answer, or end with one"),
+        ("code", [], "must hold at least one test"),
     ],
 )
 def test_a_row_without_an_answer_is_refused(verifier, content, said):

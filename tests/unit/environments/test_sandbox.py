@@ -181,7 +181,7 @@ def test_a_sandbox_that_does_not_work_is_one_line(monkeypatch, tmp_path, caplog)
         with pytest.raises(ConfigError, match=rf"^environment\.sandbox: bubblewrap {re.escape(said)}"):
             BOX.check()
     BARE.check()
-    assert "environment.sandbox=none: programs run with the rights of this user" in caplog.text
+    assert "environment.sandbox=none: programs run with this user's rights" in caplog.text
 
 
 @needs_sandbox

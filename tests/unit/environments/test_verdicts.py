@@ -186,12 +186,12 @@ def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
         failures.failed_try(RewardError("another"))
         failures.settled(outcomes(timed_out=8), None)
         failures.settled({Outcome.INCORRECT: 8}, None, truncated=8)  # which the verifier has not seen
-    with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 tries in a row failed this way; the run ends$"):
+    with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 attempts in a row failed this way; the run stops$"):
         failures.failed_try(LATE)
     later = Failures(0.2)
     for _ in range(50):
         later.settled(outcomes(timed_out=1), None)  # answers that hang now and then end nothing
         for _ in range(11):
             later.failed_try(LATE)
-    with pytest.raises(UserCodeError, match="12 tries in a row"):
+    with pytest.raises(UserCodeError, match="12 attempts in a row"):
         later.failed_try(LATE)

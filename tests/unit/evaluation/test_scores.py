@@ -124,6 +124,6 @@ def test_records_from_a_damaged_line_on_are_dropped_and_written_again(tmp_path, 
 def test_records_of_another_evaluation_are_refused_and_kept(tmp_path, about, told):
     file = tmp_path / "b.jsonl"
     before = written(file, 0)
-    with pytest.raises(ConfigError, match=f"^{told}; another --name keeps both"):
+    with pytest.raises(ConfigError, match=f"^{told}; choose another --name to keep both"):
         RecordFile(file, about)
     assert file.read_bytes() == before

@@ -39,7 +39,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one() -> None:
         (lambda: estimate(np.array([])), "from 0 to 1"),
         (lambda: estimate(np.array([0.5, 1.5])), "from 0 to 1"),
         (lambda: estimate(np.array([0.5, np.nan])), "from 0 to 1"),
-        (lambda: difference(verdicts(1, 2), verdicts(1, 1)), "the same prompts are compared, got 3 and 2"),
+        (lambda: difference(verdicts(1, 2), verdicts(1, 1)), "values of the same prompts, got 3 and 2"),
     ],
 )
 def test_values_without_a_meaning_are_refused(call: Callable[[], object], named: str) -> None:

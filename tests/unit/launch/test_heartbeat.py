@@ -114,18 +114,18 @@ def test_process_that_gets_on_or_waits_or_is_another_is_left_alone(tmp_path: Pat
 def test_process_that_does_not_beat_or_get_on_is_found(tmp_path: Path) -> None:
     silent = Process(tmp_path, WAITS)
     assert silent.looks(7, beats=0) is None
-    said = f"has given no sign of life for 6 s (launch.liveness_timeout_s): {kernel_state(os.getpid())}; "
+    said = f"has sent no heartbeat for 6 s (launch.liveness_timeout_s): {kernel_state(os.getpid())}; "
     assert silent.looks(1, beats=0) == f"{said}idle, waiting for work"
     busy = Process(tmp_path, BUSY)
     assert busy.looks(21) is None
     found = busy.looks(1)
     assert found is not None
     assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
-    assert found.endswith("; step 3: training since 21 s")
+    assert found.endswith("; step 3: training for 21 s")
     assert busy.looks(1, progress=1) is None
     turning = Process(tmp_path, dataclasses.replace(WAITS, turns=0))  # an event loop has to turn even as it waits
     assert turning.looks(100, turns=1) is None
-    assert "has an event loop that stands still for 20 s" in str(turning.looks(21))
+    assert "has had a blocked event loop for 20 s" in str(turning.looks(21))
 
 
 def test_a_clock_that_jumps_makes_nobody_silent() -> None:
@@ -159,7 +159,8 @@ def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> 
     put(tmp_path, "tracker-0", BUSY)  # a spectator
     assert told(tmp_path, 21) is None
     assert told(tmp_path, 22) == (
-        "no process has got on for 20 s (launch.stall_timeout_s): controller-0 version 3, waiting for generation; "
+        "no process has made progress for 20 s (launch.stall_timeout_s): "
+        "controller-0 version 3, waiting for generation; "
         "generation-0 idle, waiting for work; trainer-0 step 4: no batch yet, waiting for controller-0"
     )
 

@@ -76,7 +76,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         (SPEC, ("c_attn",), "training.lora.targets: must name linear layers"),
         (SPEC, ("q_proj",), "down_proj.lora_A.weight: no such tensor in this model"),
     ):
-        with pytest.raises(ModelError, match=f"adapter of another model: .*{said}"):
+        with pytest.raises(ModelError, match=f"adapter of another one: .*{said}"):
             read_adapter(file, spec, dataclasses.replace(TWO, targets=targets))
 
 

@@ -50,7 +50,7 @@ def test_first_of_many_checks_a_version_until_it_changes(file: Path, checks: lis
         list(threads.map(lambda _: load(file.parent, digest), range(16)))
     assert checks == [digest]
     file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(ValueError, match=rf"^digest: .* has .*, not {digest}$"):
+    with pytest.raises(ValueError, match=rf"^digest: .* has .*, expected {digest}$"):
         load(file.parent, digest)
 
 
@@ -129,5 +129,5 @@ def test_marks_are_few_and_this_users_alone(file: Path, marks: Path, monkeypatch
         load(file, weights_digest(file))
     assert len(list(marks.iterdir())) == 3
     marks.chmod(0o770)
-    with pytest.raises(PermissionError, match="must be a folder that this user alone can write"):
+    with pytest.raises(PermissionError, match="must be a folder that only this user can write to"):
         load(file, weights_digest(file))

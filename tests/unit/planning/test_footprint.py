@@ -62,8 +62,8 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
     ("training", "memory", "field", "advice"),
     [
         ({"ranks": 1}, 80, "zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"),
-        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares the state out among several ranks"),
-        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "where a trajectory is as long"),
+        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shards the training state across ranks"),
+        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "if trajectories are that long"),
     ],
 )
 def test_the_field_to_change_is_that_of_the_largest_part(
@@ -79,14 +79,14 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     [
         (
             {"training": {"zero_stage": 2}},  # 14.19 + 14.19 + 42.56 + 28.37 + 3.73 + 6.4 = 109.43
-            "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 too many: weights 14.2, gradients 14.2, "
+            "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 GiB too many: weights 14.2, gradients 14.2, "
             "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage (to 3) or ranks, or lower "
             "microbatch_tokens",
         ),
         (
             {"training": {"ranks": 4}, "generation": {"vllm": {"memory_share": 0.2}}},
-            "generation.vllm.tensor_parallel: server needs 22.3 GiB of 16.0 GiB, 6.3 too many: weights 14.2, step 1.3, "
-            "cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share",
+            "generation.vllm.tensor_parallel: server needs 22.3 GiB of 16.0 GiB, 6.3 GiB too many: weights 14.2, "
+            "step 1.3, cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share",
         ),
     ],
 )
@@ -113,8 +113,8 @@ def test_a_server_that_sleeps_gives_its_memory_to_the_rank() -> None:
     assert generating.parts == state | {"server": 20 * GIB, "margin": MARGIN * EIGHTY}
     assert server.limit == 20 * GIB
     assert refusal(shared(sleep=True), spec=SMALL) == (  # 0.85 of 80 GiB
-        "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 too many: weights 3.8, "
-        "gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
+        "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 GiB too many: "
+        "weights 3.8, gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
     )
 
 
@@ -147,7 +147,7 @@ def test_what_can_be_placed() -> None:
 
 HOST = "launch.devices_per_host (8)"
 HEADS = "must be a divisor of the model's 40 heads, and a divisor or multiple of 8 key-value heads, got"
-STRADDLES = "must be such that a server, tensor_parallel x data_parallel GPUs, does not straddle machines of 8, got"
+STRADDLES = "must be such that a server, tensor_parallel x data_parallel GPUs, does not span machines of 8, got"
 
 
 @pytest.mark.parametrize(

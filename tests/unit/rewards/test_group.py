@@ -325,7 +325,7 @@ def test_a_group_of_which_all_is_cut_is_generated_again():
         rollout.cut()
         return await rollout.said()
 
-    with pytest.raises(GenerationError, match=r"rollout\.deadline_s: no rollout of the group has ended"):
+    with pytest.raises(GenerationError, match=r"rollout\.deadline_s: no rollout of the group finished in time"):
         asyncio.run(main())
 
 
@@ -441,17 +441,17 @@ def swapped(kept=[]):  # noqa: B006 - the sequences of the rollout before
 @pytest.mark.parametrize(
     ("give", "said"),
     [
-        (lambda policy: (), "a rollout with a reward must hold tokens that the policy sampled"),
+        (lambda policy: (), "a rollout with a reward must hold tokens sampled by the policy"),
         (lambda policy: [Trajectory(segments=())], "first segment must be its prompt"),
         (lambda policy: [part(policy, slice(1, None))], "first segment must be its prompt"),
-        (lambda policy: [part(policy, slice(1))], "a trajectory must hold tokens that the policy sampled"),
+        (lambda policy: [part(policy, slice(1))], "a trajectory must hold tokens sampled by the policy"),
         (changed(loss_mask=lambda its: its.loss_mask[1:]), "loss_mask of a segment must have 2 entries, .* got 1"),
         (changed(call=lambda its: -1), "loss_mask must be False where the policy did not sample"),
-        (changed(versions=lambda its: its.versions + 1), "call 0 of this rollout has sampled something else"),
-        (changed(call=lambda its: 7), "call 7 of this rollout has sampled something else"),
+        (changed(versions=lambda its: its.versions + 1), "call 0 of this rollout sampled other tokens"),
+        (changed(call=lambda its: 7), "call 7 of this rollout sampled other tokens"),
         (repeated, "call 0 is in two segments"),
         (lengthened, r"a trajectory has 4 \+ 23 tokens, more than task\.max_prompt_tokens and"),
-        (swapped(), "call 0 of this rollout has sampled something else"),
+        (swapped(), "call 0 of this rollout sampled other tokens"),
     ],
 )  # fmt: skip
 def test_sequences_that_can_not_be_trained_on_are_refused(give, said):
@@ -478,7 +478,7 @@ def test_a_request_beyond_the_room_is_refused(limit):
         assert policy.room(task.token_ids) == 21
         await policy.sample(task.token_ids, max_tokens=limit)
 
-    with pytest.raises(RewardError, match=r"there is room for 21 \(task\.max_new_tokens\)"):
+    with pytest.raises(RewardError, match=r"max_tokens must be from 1 to 21 \(task\.max_new_tokens\), got "):
         advance_all(Own(much), [served(completion("1"))], n=1, advantage="batch", max_new_tokens=21)
 
 

@@ -180,7 +180,7 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     await worker.socket.close()
     with pytest.raises(RewardWorkerError, match="it died"):
         await working.said()
-    with pytest.raises(SessionLostError, match="is gone"):
+    with pytest.raises(SessionLostError, match="has exited"):
         await session.said()
     await suspended(pool, await connect())
 
@@ -211,9 +211,9 @@ async def test_a_machine_that_vanishes_is_missed(
     session = begun(pool)
     deliver(session)
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(SessionLostError, match="is gone"):
+        with pytest.raises(SessionLostError, match="has exited"):
             await session.said()
-    assert caplog.messages[-1] == "reward worker 1 is gone"
+    assert caplog.messages[-1] == "reward worker 1 disconnected"
 
 
 PROMPT = Prompt(index=3, prompt_id="ab", text="½ + ½ =\n", token_ids=(5, 6), answer="1")
@@ -243,15 +243,15 @@ def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
     for answer in (b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'):
         outcome = decode_outcome(answer)
         assert isinstance(outcome, RewardError)
-        assert str(outcome).startswith("a reward worker's answer is none: ")
+        assert str(outcome).startswith("invalid response of a reward worker: ")
 
 
 def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_BYTES", 1000)
     for payload, metrics, says in (
-        (bytes(1001), {}, "the group has "),
-        (b"", {"\ud800": (1.0,)}, "environment: what it gives can't be sent: "),
-        (b"", {"a": (2**70,)}, "environment: what it gives can't be sent: "),
+        (bytes(1001), {}, "the scored group has "),
+        (b"", {"\ud800": (1.0,)}, "environment: can't serialize its result: "),
+        (b"", {"a": (2**70,)}, "environment: can't serialize its result: "),
     ):
         scored = ScoredGroup(payload=payload, summary=replace(summary(), metrics=metrics))
         outcome = decode_outcome(encode_outcome(scored))

@@ -48,7 +48,7 @@ def model(tmp_path):
     "unfinished", [completion("#3", finish_reason="abort"), completion("", finish_reason="length")]
 )
 def test_an_unfinished_completion_is_not_scored(model, unfinished):
-    with pytest.raises(RewardError, match="a completion is not finished"):
+    with pytest.raises(RewardError, match="a completion is unfinished"):
         score_group(RunConfig(), model, ASKED, served(completion("#3"), unfinished))
 
 
@@ -154,7 +154,7 @@ async def test_a_worker_that_can_not_say_where_it_hangs_is_given_up(start, funct
     pool = start(timeout_s=0.5, function=function)
     before = pool.pids()
     async with asyncio.timeout(30):
-        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s"):
+        with pytest.raises(RewardTimeoutError, match=r"did not respond within 0\.5 s"):
             await pool.ask("")
     assert pool.pids() != before
 
@@ -183,7 +183,7 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_
     workers = Watch([pid])
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    with pytest.raises(SessionLostError, match="is gone"):
+    with pytest.raises(SessionLostError, match="has exited"):
         await session.said()
     [request] = await advance(pool.begin(ASKED, 1), completion("#0"))  # it starts again, in another worker
     assert request.calls == ((0, 1),)
@@ -227,7 +227,7 @@ async def test_an_awaited_verdict_that_fails_costs_its_group_alone(group_pool):
     other.deliver(arrivals(completion("#3")))
     for said, error, shown in (
         ("raise", VerifierError, r"KeyError: '#3' .*worker_tasks\.py:\d+\)\n[^\0]*raise KeyError[^\0]*completion:"),
-        ("nan", VerifierError, r"ValueError: a verifier returns a score from 0 to 1, or a Verdict; got nan"),
+        ("nan", VerifierError, r"ValueError: a verifier must return a score from 0 to 1, or a Verdict, got nan"),
         ("hang", RewardTimeoutError, r"no verdict within 2 s .*:\d+\)\n[^\0]*asyncio\.sleep\(600\)[^\0]*completion:"),
     ):
         with pytest.raises(error, match=f"^environment.verifier {PATIENT.verifier}: {shown}"):
@@ -243,7 +243,7 @@ async def test_a_blocking_verifier_costs_its_group_a_try_and_no_other(group_pool
     said = r"no verdict within 2 s .*\n[^\0]*time\.sleep\(600\)[^\0]*completion:"
     with pytest.raises(RewardTimeoutError, match=said):
         await advance(pool.begin(told("block"), 2), completion("#3"), completion("#3"))
-    with pytest.raises(SessionLostError, match="is gone"):
+    with pytest.raises(SessionLostError, match="has exited"):
         await other.said()
 
 
@@ -298,7 +298,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
     ("text", "error", "said"),
     [
         ("hang", RewardTimeoutError, r"no verdict within 1 s .*worker_tasks.py:\d+\)\n[^\x00]*time.sleep\(60\)"),
-        ("die", VerifierError, "it ended its process, with status -11"),
+        ("die", VerifierError, "it exited its process with status -11"),
     ],
 )
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
@@ -327,7 +327,7 @@ def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) 
     [
         ("time.sleep(1.5)", "None"),  # longer than rollout.reward_timeout_s
         ("time.sleep(60)", "the environment: no verdict within 3 s (rollout.reward_timeout_s) ({file}:2)"),
-        ("os._exit(3)", "environment.verifier own_module:verify: it ended its process, with status 3"),
+        ("os._exit(3)", "environment.verifier own_module:verify: it exited its process with status 3"),
     ],
 )
 def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.MonkeyPatch, at_import, found) -> None:

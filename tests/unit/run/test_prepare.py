@@ -126,7 +126,7 @@ def test_a_resumed_run_refuses_other_rows(
         checkpoint.save(Storage.open(run.info().checkpoint_url), 1, {}, extra)
         shutil.rmtree(run.root)
     put_rows(tmp_path, file, rows)
-    said = rf"^task\.{file}: gives other prompts than when this run was started; put back what the task's files"
+    said = rf"^task\.{file}: yields different prompts than when this run was started; restore the task's files"
     with pytest.raises(ConfigError, match=said):
         prepare(of_rows, run_id="r", log=print)
 
@@ -140,7 +140,7 @@ def test_a_resumed_mixture_keeps_its_tasks(of_rows: RunConfig, tmp_path: Path) -
         with pytest.raises(ConfigError, match=rf"^{name}: must be {before} as when this run was started, got 2;"):
             prepare(load(merge(values, name, 2)), run_id="r", log=print)
     put_rows(tmp_path, "path", ROWS[::-1])
-    with pytest.raises(ConfigError, match=r"^tasks\.words\.task\.path: gives other prompts"):
+    with pytest.raises(ConfigError, match=r"^tasks\.words\.task\.path: yields different prompts"):
         prepare(load(values), run_id="r", log=print)
 
 
@@ -158,5 +158,5 @@ async def test_same_prompts_are_taken_and_a_controller_that_starts_again_refuses
     assert report.data["training"]["rows"] == len(ROWS)
     for others in (ROWS[::-1], [row | {"note": "for a verifier"} for row in ROWS]):
         put_rows(tmp_path, "path", others)
-        with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
+        with pytest.raises(ConfigError, match=r"^task\.path: yields different prompts"):
             Service(run)

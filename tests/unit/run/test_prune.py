@@ -108,7 +108,7 @@ def test_a_run_that_is_running_is_left_alone(config: RunConfig, action: Callable
     before = objects(store)
     with Ownership(run_folder(config, "first"), config, store.url, log=print), pytest.MonkeyPatch.context() as patch:
         patch.setattr("areal_core.run.ownership._OWNER_S", 0.0)
-        with pytest.raises(ProcessError, match="first is running already"):
+        with pytest.raises(ProcessError, match="first is already running"):
             action(run, config, print)
     assert objects(store) == before
     assert run_folder(config, "first").summary.parent.exists()
@@ -217,5 +217,5 @@ def test_a_store_of_another_place_is_named(config: RunConfig, tmp_path: Path) ->
     other = load(config.to_dict() | {"storage": {"url": str(tmp_path / "other")}})
     run = held(other)["first"]
     assert (run.state, run.storage) == ("stopped", None)
-    with pytest.raises(ConfigError, match=r"^first: its store is .*/store/runs/first; name it as storage\.url"):
+    with pytest.raises(ConfigError, match=r"^first: its checkpoints are in .*/store/runs/first; set storage\.url"):
         delete(run, other, print)

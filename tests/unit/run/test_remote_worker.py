@@ -62,12 +62,12 @@ def options(head_node: HeadNode, tmp_path: Path) -> Options:
         (["trainer"], "the following arguments are required: --head, --token-file, --folder, --address, --node"),
         (["generation", "OPTIONS", "--address", "203.0.113.9"], "--address: no network interface of this machine has"),
         (["generation", "OPTIONS", "--first", "1"], "--first: servers 1 to 2 are more than the run has, 2 (generation"),
-        (["generation", "OPTIONS", "--servers", "0"], "argument --servers: must be a whole number, 1 at least, got"),
+        (["generation", "OPTIONS", "--servers", "0"], "argument --servers: must be a whole number of at least 1, got"),
         (["generation", "OPTIONS", "--token-file", "nowhere"], "--token-file: can't read nowhere"),
         (["generation", "OPTIONS", "--head", "http://a:b@10.0.0.1:1"], "--head: must hold no user or"),
         (
             ["generation", "OPTIONS", "--head", "http://127.0.0.1:1", "--wait", "0.1"],
-            "--head: nobody has started a run within 0.1 s (--wait): http://127.0.0.1:1 does not",
+            "--head: no run was started within 0.1 s (--wait): http://127.0.0.1:1 does not",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_lost_server_is_started_again_though_another_one_is_slow_to_join(
     url = dict(controller.joined)["generation-1"]
     head_node.lost.extend(["http://another.test", url])
     wait_for(lambda: dict(controller.joined)["generation-1"] != url)
-    assert f"the generation server at {url} was taken out by the controller: killed" in played.lines
+    assert f"the controller removed the generation server at {url}: killed" in played.lines
     registered = len(controller.joined)
     wait_for(lambda: len(controller.joined) > registered)  # the slow one is registered again
     assert {name for name, _ in controller.joined[registered:]} == {"generation-0"}

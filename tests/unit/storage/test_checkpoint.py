@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, t
     manifest["format"] = 1
     manifest["sha256"] = checkpoint._seal(manifest)
     store.put_bytes(name, json.dumps(manifest).encode())
-    with pytest.raises(StorageError, match=rf"step-000001\.0: a checkpoint of format 1, needed is {FORMAT}; start"):
+    with pytest.raises(StorageError, match=rf"step-000001\.0: the checkpoint has format 1, must be {FORMAT}; start"):
         checkpoint.newest(store)
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_is_newer_than_asked_for_is_left_alone(store: Storage,
         save(store, tmp_path, step)
     assert checkpoint.newest(store, last=1) == checkpoint.at(store, 1, 0)
     assert newest_step(store) == 2
-    with pytest.raises(StorageError, match=r"step-000007\.0: there is no complete checkpoint"):
+    with pytest.raises(StorageError, match=r"step-000007\.0: no complete checkpoint"):
         checkpoint.at(store, 7, 0)
 
 
@@ -206,7 +206,7 @@ def test_a_manifest_names_files_of_its_own_alone(
     manifest["sha256"] = checkpoint._seal(manifest)
     store.put_bytes(file, json.dumps(manifest).encode())
     assert newest_step(store) == 1
-    assert f"{name!r} is no name of a file" in caplog.text
+    assert f"{name!r} is not a valid name of a checkpoint file" in caplog.text
 
 
 def test_checkpoint_is_incomplete_until_its_last_file_is_there(store: Storage, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
         with pytest.raises(StorageError, match="can't read"):
             checkpoint.save(store, 2, {"model": tmp_path / "absent"}, {})
 
-    refused = r"of 2 checkpoints none is whole: put back what is missing, or start the run under another id$"
+    refused = r"none of 2 checkpoints is complete: restore the missing files, or start the run under another id$"
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest(store)
     assert checkpoint.leftovers(store, 9) == {}  # what is left of them may be all that is left
@@ -330,7 +330,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_none(
     for name in list(store.list("checkpoints")):
         store.put_bytes(name.replace(f"step-00000{moved}", f"step-00000{to}"), store.get_bytes(name))
         store.delete(name)
-    with pytest.raises(StorageError, match="of 1 checkpoints none is whole"):
+    with pytest.raises(StorageError, match="none of 1 checkpoints is complete"):
         checkpoint.newest(store)
 
 
@@ -356,7 +356,7 @@ def test_a_first_checkpoint_that_is_written_while_it_is_looked_for_is_not_a_brok
 
 def test_a_checkpoint_that_is_gone_is_not_taken_for_a_beginning(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 20)
-    with pytest.raises(StorageError, match=r"are of later steps than 10, another launcher's: start the run again"):
+    with pytest.raises(StorageError, match=r"are later than step 10, from another launcher: start the run again"):
         checkpoint.newest(store, last=10)
 
 

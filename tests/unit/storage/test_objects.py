@@ -32,7 +32,7 @@ def test_folder_is_made_and_left_empty(tmp_path: Path, monkeypatch: pytest.Monke
     assert store.url == str(tmp_path / "a b" / "new")
     assert list((tmp_path / "a b" / "new").iterdir()) == []
     for name in ("../x", "a/../../x"):
-        with pytest.raises(StorageError, match="leaves the store"):
+        with pytest.raises(StorageError, match="is outside the store"):
             store.put_bytes(name, b"x")
     for prefix in ("", "/"):
         with pytest.raises(StorageError, match="refuses to delete"):
@@ -76,9 +76,9 @@ def test_a_disk_that_fails_for_a_while(
     assert store.get_bytes("a/name") == b"content"
     assert [file.name for file in (tmp_path / "store" / "a").iterdir()] == ["name"]
     assert len(time.slept) == 3
-    assert f"can't write {tmp_path}/store/a/name: {os.strerror(code)}; trying" in caplog.text
+    assert f"can't write {tmp_path}/store/a/name: {os.strerror(code)}; retrying" in caplog.text
     failures = iter(range(10**6))
-    line = rf"^storage\.url: can't write {tmp_path}/store/x: {os.strerror(code)}; tried for 1800 s$"
+    line = rf"^storage\.url: can't write {tmp_path}/store/x: {os.strerror(code)}; retried for 1800 s$"
     before = sum(time.slept)
     with pytest.raises(StorageError, match=line):
         store.put_bytes("x", b"1")
@@ -223,8 +223,7 @@ def test_it_is_tried_at_growing_intervals_until_it_succeeds(caplog: pytest.LogCa
     assert len(time.slept) == 12
     begin, end = told(caplog)
     assert begin == (
-        "WARNING storage: can't write /store/x: No space left on device; "
-        "trying again for up to 1800 s (storage.patience_s)"
+        "WARNING storage: can't write /store/x: No space left on device; retrying for up to 1800 s (storage.patience_s)"
     )
     assert end == f"INFO storage: responds again, after {sum(time.slept):.1f} s"
     caplog.clear()

@@ -80,7 +80,7 @@ def test_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
     weights.publish(tmp_path, 1, tensors())
     (tmp_path / "v000001" / "manifest.json").write_text(content)
 
-    with pytest.raises(StorageError, match="is no manifest of weights"):
+    with pytest.raises(StorageError, match="is not a valid manifest of model weights"):
         weights.read_manifest(tmp_path / "v000001")
 
 

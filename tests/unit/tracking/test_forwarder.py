@@ -138,7 +138,7 @@ def test_point_that_the_server_refuses_costs_only_itself(
     assert forward(outbox)
     assert [point[1] for point in server.points] == [step for step in range(10) if step not in bad]
     for step in bad:
-        assert f"refuses point reward of step {step}, which is left out: can't take that" in caplog.text
+        assert f"rejected point reward of step {step}, skipped: can't take that" in caplog.text
     assert server.status == "FINISHED"
 
 
@@ -151,7 +151,7 @@ def test_document_that_the_server_refuses_costs_only_itself(
     server.refused = {"dataset_report.json"}
     assert forward(outbox)
     assert server.artifacts == {"summary.json": {"reason": "steps"}}
-    assert "document dataset_report of step 0, which is left out: 413 Request Entity Too Large" in caplog.text
+    assert "document dataset_report of step 0, skipped: 413 Request Entity Too Large" in caplog.text
 
 
 def test_points_wait_while_their_run_is_deleted(server: Server, outbox: Outbox) -> None:
@@ -267,7 +267,7 @@ def test_documents_become_artifacts(
     ]
     table = json.loads(server.artifacts["heldout/version-000005.json"])
     assert table == {"columns": ["problem", "gold"], "data": [[0, "7"]]}
-    assert "no table of version 10" in caplog.text
+    assert "the evaluation table of version 10" in caplog.text
     assert "staleness/step-000010.png" in server.artifacts
     assert server.artifacts["summary.json"]["reason"] == "steps"
     assert server.tags["mlflow.note.content"] == "Cores."  # on top of the run's page

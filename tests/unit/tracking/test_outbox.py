@@ -95,7 +95,7 @@ def test_full_outbox_takes_points_and_no_tables(outbox: Outbox, monkeypatch: pyt
     outbox.log(row(key, step) for key in ("a", "b") for step in range(20_000))  # as many bytes, which do not matter
     for step in range(42):
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
-    with pytest.raises(TrackingError, match=r"^document trajectories: 4 MiB of documents wait; "):
+    with pytest.raises(TrackingError, match=r"^document trajectories: 4 MiB of documents are queued; "):
         outbox.document("trajectories", 42, {"rows": []})
     outbox.log([row()])
     outbox.document("summary", 1, {})

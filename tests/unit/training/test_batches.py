@@ -184,8 +184,11 @@ def test_beside_a_copy_they_come_from_the_head_node_and_not_of_its_controller(co
     ("damage", "said"),
     [
         (lambda file: file.unlink(), "404: segment 000001-000004 can't be read: No such file or directory"),
-        (lambda file: file.write_bytes(b"others"), "416: spans: must lie in segment 000001-000004, and be no more"),
-        (lambda file: file.write_bytes(bytes(500)), "part 0 of a trajectory group is not what was stored"),
+        (lambda file: file.write_bytes(b"others"), "416: spans: must lie within segment 000001-000004, and add up"),
+        (
+            lambda file: file.write_bytes(bytes(500)),
+            "part 0 of a trajectory group is damaged: its length or CRC-32 does not match",
+        ),
     ],
 )
 def test_the_controller_is_asked_for_what_is_damaged_or_gone(
@@ -196,7 +199,7 @@ def test_the_controller_is_asked_for_what_is_damaged_or_gone(
     with caplog.at_level(logging.WARNING):
         assert read(copy, controller) == [4, 5, 0, 1, 2]
     assert controller.asked == [4]
-    assert f"group 4: the controller is asked for it: {said}" in caplog.text
+    assert f"group 4: can't read it, requesting it from the controller: {said}" in caplog.text
 
 
 @pytest.mark.usefixtures("segment")
@@ -214,7 +217,7 @@ def test_a_data_server_that_is_started_again_is_waited_for(
     assert controller.asked == []
     head_node.close()
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: http://\S+ does not answer"):
+    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: http://\S+ does not respond"):
         read(copy, controller)
 
 

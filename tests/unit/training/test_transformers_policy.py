@@ -104,7 +104,9 @@ def test_architectures_that_transformers_lacks_are_refused(architecture: str, ki
     assert spec.transformers is not None
     config = json.dumps(json.loads(spec.transformers.config) | {"model_type": kind})
     spec = replace(spec, architecture=architecture, transformers=replace(spec.transformers, config=config))
-    with pytest.raises(ModelError, match=rf"^architectures: {architecture} \(model_type '{kind}'\) is no causal .*$"):
+    with pytest.raises(
+        ModelError, match=rf"^architectures: {architecture} \(model_type '{kind}'\) is not a causal .*$"
+    ):
         TransformersPolicy(spec)
 
 
@@ -119,5 +121,5 @@ def test_tensors_that_transformers_lays_out_in_another_way_are_refused_by_name()
         TransformersPolicy(replace(spec, transformers=replace(spec.transformers, tensors=tuple(tensors.items()))))
     assert str(refused.value) == (
         f"{expert}: the model's files have shape [24, 16], transformers' Qwen2ForCausalLM no such tensor; "
-        "it can be trained only where both are the same"
+        "only models with equal shapes can be trained"
     )

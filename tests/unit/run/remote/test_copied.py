@@ -195,7 +195,9 @@ def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
         wait_for(lambda written=written: log.exists() and log.read_text() == written)
         wait_for(lambda: following._silent_s == 0.0)
     head_node.close()
-    with pytest.raises(ProcessError, match=r"^the head node has said nothing for 1 s: run r has ended, or can't be"):
+    with pytest.raises(
+        ProcessError, match=r"^the head node has not responded for 1 s: run r has ended, or is unreachable$"
+    ):
         wait_for(place.ended)
     assert machine.beside.failure is None
 
@@ -206,7 +208,7 @@ def test_another_run_at_the_same_address(head_node: HeadNode, node: Callable[...
     head_node.files._looked_at = float("inf")
     head_node.files._state["run_id"] = "other"
     wait_for(lambda: machine.beside.failure)
-    assert str(machine.beside.failure) == "the head node runs other now: run r has ended"
+    assert str(machine.beside.failure) == "the head node now runs other: run r has ended"
 
 
 def test_a_share_that_another_machine_has_until_it_leaves(
@@ -216,7 +218,7 @@ def test_a_share_that_another_machine_has_until_it_leaves(
     head = head_node.head()
     first = node(head, "first")
     first.take()
-    with pytest.raises(ProcessError, match=r"^--head: generation 0 of run r is run by another command already"):
+    with pytest.raises(ProcessError, match=r"^--head: generation 0 of run r already runs under another command"):
         node(head, "second").take()
     monkeypatch.setattr(module, "_CLAIM_S", PATIENCE_S)
     with ThreadPoolExecutor(1) as thread:
@@ -231,7 +233,7 @@ def test_a_folder_is_one_commands(
     monkeypatch.setattr(module, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
     place = node(head_node.head()).take()
     assert len(place.locks) == 1
-    with pytest.raises(ProcessError, match=r"^--folder: .*/runs/r is another command's already"):
+    with pytest.raises(ProcessError, match=r"^--folder: another command uses .*/runs/r; give"):
         node(head_node.head()).take()
 
 
@@ -243,7 +245,7 @@ def test_bad_options_are_refused_before_anything_is_begun(
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: node(head).take(TRAINER), r"storage\.url: .*/store/runs/r is not the run's store on this machine"),
         (lambda: node(Head(head.url, "another")).take(), r"--token-file: http://\S+ refuses this token"),
-        (lambda: node(head, "file/node").take(), r"--folder: can't make .*/file/node/runs/r: Not a directory$"),
+        (lambda: node(head, "file/node").take(), r"--folder: can't create .*/file/node/runs/r: Not a directory$"),
     ]
     for action, line in cases:
         with pytest.raises((ConfigError, StorageError), match=f"^{line}"):
@@ -256,9 +258,12 @@ WRONG: dict[str, Any] = {"run_id": "../../etc", "ended": None, "config": {}, "in
 @pytest.mark.parametrize(
     ("about", "line"),
     [
-        ({}, r"GET /run is answered with 200$"),
-        (WRONG, r"^--head: a run or a file of its model has a name that is none"),
-        (WRONG | {"run_id": "r", "model": {"../token": {}}}, r"^--head: a run or a file of its model has a name"),
+        ({}, r"GET /run returned 200$"),
+        (WRONG, r"^--head: a run or a file of its model has an invalid name"),
+        (
+            WRONG | {"run_id": "r", "model": {"../token": {}}},
+            r"^--head: a run or a file of its model has an invalid name",
+        ),
     ],
 )
 def test_answers_of_other_servers_are_refused(
@@ -352,7 +357,7 @@ async def test_the_base_model_is_the_machines_own(stager: Stager, fetching: Fetc
     base = weights.base_version(str(head_node.model))
     elsewhere = dataclasses.replace(base, path="/elsewhere")
     assert await stager.staged(elsewhere) == base
-    with pytest.raises(StorageError, match=r"^version 0: .* has digest .*, not 0{64}$"):
+    with pytest.raises(StorageError, match=r"^version 0: .* has digest .*, expected 0{64}$"):
         await stager.staged(dataclasses.replace(base, digest="0" * 64))
     assert not fetching.asked
 
@@ -421,7 +426,7 @@ def test_processes_and_files_of_a_share(
     [
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
         (Share(role="trainer"), r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, g"),
-        (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
+        (Share(role="rewards", first=4000, count=97), "--first, --workers: must add up to at most 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
     ],
 )
@@ -442,7 +447,9 @@ def test_a_share_is_one_workers_until_it_is_silent_for_too_long(head_node: HeadN
     clock = SimpleNamespace(now=1000.0)
     nodes = Nodes(head_node.run, head_node.config, lambda: clock.now)
     nodes.hear("a", said(0, 2))
-    with pytest.raises(TakenError, match=r"^--head: generation 1 of run r is run by another .* at 10\.0\.0\.2$"):
+    with pytest.raises(
+        TakenError, match=r"^--head: generation 1 of run r already runs under another command, at 10\.0\.0\.2$"
+    ):
         nodes.hear("b", said(1))
     nodes.hear("t", said(1, role="trainer"))  # another role
     clock.now += GONE_S - 1

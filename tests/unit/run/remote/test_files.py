@@ -65,10 +65,10 @@ def test_a_version_as_long_as_it_is_kept(ask: Asked, head_node: HeadNode) -> Non
     assert ask("GET", "/versions/7") == (200, data)
     assert ask.headers["X-Digest"] == made.digest == blake3(data).hexdigest()
     assert ask("GET", f"/versions/7?digest={made.digest}") == (200, data)
-    line = f"version 7 has digest {made.digest}, not abc"
+    line = f"version 7 has digest {made.digest}, expected abc"
     assert ask("GET", "/versions/7?digest=abc") == (404, line.encode())
     weights.release(head_node.run.weights, [7])
-    assert ask("GET", "/versions/7") == (404, b"version 7 is not there, or not any more")
+    assert ask("GET", "/versions/7") == (404, b"version 7 does not exist, or was deleted")
 
 
 SEGMENT = bytes(range(256))
@@ -103,8 +103,8 @@ MORE = ["0-257", "256-257", "300-300", "0-3,250-999999999999999", "0-200,0-57"]
 @pytest.mark.parametrize(
     ("spans", "status", "line"),
     [
-        *((spans, 416, b"spans: must lie in segment 000002-000007, and be no more bytes than") for spans in MORE),
-        ("a-b", 400, b"spans: must be first bytes and those after the last, as 0-48,96-200, got "),
+        *((spans, 416, b"spans: must lie within segment 000002-000007, and add up") for spans in MORE),
+        ("a-b", 400, b"spans: must be byte ranges START-END without byte END, such as 0-48,96-200, got "),
     ],
 )
 @pytest.mark.usefixtures("segment")
@@ -187,10 +187,10 @@ LOG = "nodes/b/logs/generation-0.log?offset=0"
         *((f"payloads/{name}?spans=0-1", None, 404, b"") for name in NO_SEGMENTS),
         ("payloads/000002-000008?spans=0-1", None, 404, b"segment 000002-000008 can't be read: No such file or dir"),
         ("payloads/000003-000007?spans=0-1", None, 404, b""),  # a folder
-        ("nodes/b", json.dumps(SAID).encode(), 409, b"--head: generation 0 of run r is run by another"),
+        ("nodes/b", json.dumps(SAID).encode(), 409, b"--head: generation 0 of run r already runs unde"),
         (LOG, b"x", 410, b"node: has no share of this run"),
         (LOG.replace("/b/", "/a/"), b"x" * (2**20 + 1), 413, b""),
-        ("nodes/a", b"[" * 200_000, 400, b"body: is nested too deeply"),
+        ("nodes/a", b"[" * 200_000, 400, b"body: its JSON is nested too deeply"),
         *(("nodes/a", body, 400, b"") for body in NO_SHARES),
     ],
     ids=lambda value: str(value)[:30],
