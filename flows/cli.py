@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return import_module(f"flows.commands.{name}").main(rest)
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"areal: error: there is no command {name!r}{hint} `areal --help` lists all", file=sys.stderr)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        print(f"areal: error: unknown command {name!r}{hint} `areal --help` lists all commands", file=sys.stderr)
         return 2
     return 0
 

@@ -22,9 +22,9 @@ def main(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Print the splits, best first. Raises ConfigError."""
     parser = cli.parser("advise", "MY-RUN")
-    parser.add_argument("run", help="name of the run")
+    parser.add_argument("run", help="name of a finished run")
     options = parser.parse_args(arguments)
-    table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
+    table = Table("servers", "ranks", "speedup", "overrides", title=f"Splits by the rates of {options.run}")
     for split in splits_of_run(_run_dir(options.run)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)
