@@ -20,10 +20,10 @@ COMMANDS = {  # one-line descriptions, for --help
     "evaluate": "score a model on benchmarks",
     "plan": "estimate the GPU memory of an experiment, without a GPU",
     "advise": "suggest a better split of devices from the rates of a finished run",
-    "doctor": "show what this machine has and lacks, or describe a model and its prompts",
+    "doctor": "check the requirements on this machine, or describe a model and its prompts",
     "up": "start Prefect, MLflow and a worker, and leave them running",
     "down": "stop the servers that `areal up` started",
-    "prune": "show what old runs hold, and delete it",
+    "prune": "show the disk space of old runs, and free it",
     "nodes": "plan, create, list and destroy the AWS nodes of a run by hand",
     "reap": "destroy AWS nodes whose run has no owner",
 }
