@@ -443,7 +443,7 @@ def main() -> None:
     try:
         if device.type == "cuda":
             if not torch.cuda.is_available():
-                raise ArealError("--device: torch sees no CUDA device; --device cpu --tiny runs the same code on a CPU")
+                raise ArealError("--device: must be cpu, as torch finds no CUDA device; add --tiny for a short run")
             result["device"] = torch.cuda.get_device_name(device)
         if arguments.tiny:
             torch.set_num_threads(1)  # two would only wait for each other at this size

@@ -42,7 +42,7 @@ def measure_gym(seed: int) -> dict[str, Any]:
                 verdict = judged(name, seed, draw, made[draw], gold)
                 right += verdict.score == 1.0
                 if verdict.score != 1.0:
-                    tell(f"{name}: {verdict.score} for its own answer {gold!r} of draw {draw}")
+                    tell(f"{name}: score {verdict.score} for the gold answer {gold!r} of draw {draw}")
         rule = package.create_dataset(name, seed=seed, size=20)
         for answer in (*hedges(*golds[:2]), *ODD):
             try:
@@ -53,7 +53,7 @@ def measure_gym(seed: int) -> dict[str, Any]:
             found["gym_raised"] += score is None
             if (score or 0.0) > (own := own_score(rule, made[0], answer)) + 1e-9:
                 found["gym_hedge"] += 1
-                tell(f"{name}: {score}, by its own rule {own}: {answer[:60]!r}")
+                tell(f"{name}: score {score}, but {own} by the rule of the data set: {answer[:60]!r}")
     return found | {"gym_gold": round(right / total, 4), "gym_unmeasured": unmeasured}
 
 

@@ -37,7 +37,7 @@ def numbers(text: str) -> list[int]:
     """`1,2,3`, distinct and not negative: an argument's type."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 0 or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"must be distinct whole numbers from 0 on, got {text}")
+        raise argparse.ArgumentTypeError(f"must be distinct whole numbers of at least 0, as in 1,2,3, got {text}")
     return found
 
 
@@ -54,7 +54,7 @@ def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     def chosen(text: str) -> list[str]:
         names = text.split(",")
         if not set(names) <= set(known):
-            raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be a comma-separated list of {','.join(known)}, got {text}")
         return names
 
     return chosen

@@ -51,7 +51,7 @@ def measure(
                 for arm in in_turns(arms, number):
                     speed = asyncio.run(_window(url, config, arm, versions, seconds, period_s))
                     speeds[arm].append(speed)
-                    log(f"server, round {number + 1} of {rounds}: {arm} {speed:.0f} tokens/s")
+                    log(f"server, round {number + 1} of {rounds}: {arm}: {speed:.0f} tokens/s")
         finally:
             child.end()
             os.sched_setaffinity(0, set(cores))

@@ -66,7 +66,7 @@ def measure_programs(data: Path | None, seed: int) -> dict[str, Any]:
     per_cpu_s = len(found) / (_cpu_s() - before)
     for problem in found:
         if problem["task_id"] not in passed:
-            tell(f"{problem['task_id']}: its own solution does not pass")
+            tell(f"{problem['task_id']}: the reference solution fails its tests")
     return {
         "human_eval_pass": len(passed),
         "human_eval_problems": len(found),
@@ -91,7 +91,7 @@ def code_cases(verify: Programs) -> dict[str, int]:
         correct += found == case["expected"]
         accepted += found is Outcome.CORRECT and case["expected"] != Outcome.CORRECT
         if found != case["expected"]:
-            tell(f"code case {case['case']!r}: {found} instead of {case['expected']}")
+            tell(f"code case {case['case']!r}: got {found}, expected {case['expected']}")
     return {"code_cases_correct": correct, "code_cases": len(CASES), "code_cases_false_accept": accepted}
 
 
@@ -99,7 +99,7 @@ def problems(data: Path | None) -> list[Problem]:
     """HumanEval's where its file is, else those of this package."""
     path = OWN if data is None else data / FILE
     if not path.is_file():
-        raise ConfigError(f"--data: {path} is not there")
+        raise ConfigError(f"--data: must be a folder with the file {path.name}, got {path.parent}")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -132,14 +132,14 @@ def mutants_pass(found: Sequence[Problem], seed: int) -> dict[str, Any]:
                 break
             if reason := EQUIVALENT.get((name, mutant.change)):
                 equivalent += 1
-                tell(f"{name}: {mutant.change} passes; it is equivalent: {reason}")
+                tell(f"{name}: mutant {mutant.change} passes; it is equivalent: {reason}")
                 break
             if differs(problem, mutant.source):
                 unexplained += 1
-                tell(f"{name}: {mutant.change} passes, and gives something else for what the tests ask")
+                tell(f"{name}: mutant {mutant.change} passes, although its results differ on the inputs of the tests")
                 break
             redrawn += 1
-            tell(f"{name}: {mutant.change} passes, as the tests ask for nothing that it changes; drawn again")
+            tell(f"{name}: mutant {mutant.change} passes, as no test input shows the change; drawing another one")
         else:
             unexplained += 1
             tell(f"{name}: every mutant passes")

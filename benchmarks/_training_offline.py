@@ -227,10 +227,10 @@ def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
     losses = {name: arm.update(batch, proximal) for name, arm in fresh.items()}
     expected = packed.gradient()
     for name, arm in fresh.items():
-        assert np.isclose(losses[name], losses["packed"], rtol=1e-4, atol=1e-6), f"{name}: another loss, {losses}"
+        assert np.isclose(losses[name], losses["packed"], rtol=1e-4, atol=1e-6), f"{name}: the losses differ: {losses}"
         for tensor, values in arm.gradient().items():
             off = np.abs(values - expected[tensor]).max() / np.abs(expected[tensor]).max()
-            assert off < _TOLERANCE, f"{name}: another gradient, {tensor} is off by {off:.1e} of its largest entry"
+            assert off < _TOLERANCE, f"{name}: the gradients differ: {tensor} by {off:.1e} of its largest entry"
 
 
 def speeds(name: str, rounds: int) -> list[dict[str, float]]:

@@ -76,7 +76,7 @@ class Chaos:
             for kind, seconds in found.recovery_s.items():
                 self.recovery_s[kind] += seconds
             self._note(f"processes, run {turn}: {sum(found.faults.values())} faults", found.findings)
-        _harness.tell(f"points that were not reached: {', '.join(sorted(_names(left))) or 'none'}")
+        _harness.tell(f"points not reached: {', '.join(sorted(_names(left))) or 'none'}")
 
     def repeated(self) -> None:
         """A run whose processes are killed, against one that nobody disturbs."""
@@ -96,7 +96,7 @@ class Chaos:
     def outages(self) -> None:
         """The S3 server of a run."""
         if lack := radosgw.missing():
-            _harness.tell(f"outages: left out: {lack}")
+            _harness.tell(f"outages: skipped: {lack}")
             return
         for turn in range(1 if self._short else 3):
             found = outside.lose_store(self._folder / f"outages-{turn}", self._seed + turn, 6)
@@ -179,10 +179,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
-    parser.add_argument("--short", action="store_true", help="a few minutes")
+    parser.add_argument("--short", action="store_true", help="run for a few minutes only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=_harness.some_of(PARTS), default=list(PARTS), metavar=",".join(PARTS))
-    parser.add_argument("--keep", type=Path, help="a new folder for what runs leave, which is deleted otherwise")
+    parser.add_argument("--keep", type=Path, help="new folder to keep the files of the runs in; default: delete them")
     options = parser.parse_args()
     _harness.report(lambda: measure(options))
 

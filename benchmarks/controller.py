@@ -472,7 +472,7 @@ def controller(names: Sequence[str], steps: int) -> dict[str, Any]:
     for name in names:
         with _harness.processes(1) as processes:
             found |= processes.submit(_measured, parts[name]).result()
-        _harness.tell(f"{name} is measured: {found}")
+        _harness.tell(f"part {name}: {found}")
     return found
 
 
@@ -480,7 +480,7 @@ def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
     parser.add_argument("--steps", type=_harness.positive, default=1000)
     parser.add_argument("--parts", type=_harness.some_of(PARTS), default=PARTS)
-    parser.add_argument("--ask", metavar="URL", help="be the ranks of the last part")
+    parser.add_argument("--ask", metavar="URL", help="act as the ranks of the part ranks (internal)")
     parser.add_argument("--ranks", type=_harness.positive, default=RANKS)
     arguments = parser.parse_args()
     if arguments.ask:

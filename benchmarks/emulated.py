@@ -115,10 +115,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `arguments` stand for it."""
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(PAPER)), default=list(PAPER))
-    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
-    parser.add_argument("--steps", type=_harness.positive, default=3, help="of each synchronous run, beside its first")
-    parser.add_argument("--minutes", type=float, default=1.6, help="of each asynchronous run, real")
-    parser.add_argument("--predict", action="store_true", help="run nothing: step times by the time model")
+    parser.add_argument("--pairs", type=_harness.positive, default=2, help="number of pairs of runs of the first model")
+    parser.add_argument(
+        "--steps", type=_harness.positive, default=3, help="steps of each synchronous run after its first step"
+    )
+    parser.add_argument("--minutes", type=float, default=1.6, help="real minutes of each asynchronous run")
+    parser.add_argument("--predict", action="store_true", help="start no run; compute step times with the time model")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -247,7 +249,9 @@ def measure(
     ends = history["time/elapsed_s"]
     first, last = first_end(config.mode, ends), max(ends, default=0)
     if last <= first:
-        raise ArealError("--minutes: too short for a step after the first third of an asynchronous run")
+        raise ArealError(
+            "--minutes: too short, as no step ended after the first third of an asynchronous run; raise it"
+        )
     real_s = ends[last] - ends[first]
 
     def mean(key: str) -> float:

@@ -133,7 +133,7 @@ class Child:
         self._popen.stdin.flush()
         response = self._popen.stdout.readline()
         if not response:
-            raise ProcessError(f"{' '.join(map(str, self._popen.args))} ended with code {self._popen.wait()}")  # type: ignore
+            raise ProcessError(f"{' '.join(map(str, self._popen.args))} exited with status {self._popen.wait()}")  # type: ignore
         return orjson.loads(response)
 
     def wait_for(self, file: Path) -> str:
@@ -141,7 +141,7 @@ class Child:
         deadline = time.monotonic() + _START_S
         while not file.exists():
             if self._popen.poll() is not None or time.monotonic() > deadline:
-                raise ProcessError(f"{file.stem} did not start; its output is above")
+                raise ProcessError(f"{file.stem} did not start in time; see its output above")
             time.sleep(0.05)
         self.pin()
         return orjson.loads(file.read_bytes())["url"]
@@ -179,7 +179,7 @@ async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
             if task.done():
                 task.result()
         if not window.tokens:
-            raise ProcessError(f"{url} finished no request in {seconds:g} s; choose a longer --window")
+            raise ProcessError(f"--window: too short, as {url} finished no request in {seconds:g} s; raise it")
         return window
     finally:
         for task in asking:
@@ -283,9 +283,9 @@ class Bench:
 def measure(rounds: int, seconds: float, overrides: list[str]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("this benchmark needs two cores, one of them for the client")
+        raise ConfigError("this benchmark needs two cores; one is for the client")
     if not VLLM_PYTHON.exists():
-        raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; `make bench NAME=generation` makes it")
+        raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; create it with `make bench NAME=generation`")
     common = ["name=bench-generation", "tracking.enabled=false", *overrides]
     configs = {
         "default": configuration(None, common),
@@ -363,13 +363,13 @@ def _with_context(model: Path, copy: Path, context: int) -> Path:
 
 def _shown(measured: Mapping[str, Any]) -> str:
     arms = ", ".join(f"{arm} {measured[arm].tokens_per_s:.0f}" for arm in ARMS)
-    return f"{arms} tokens/s; product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
+    return f"{arms} tokens/s; matrix product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
 
 
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--rounds", type=_harness.positive, default=5)
-    parser.add_argument("--window", type=float, default=5.0, help="seconds of each arm in each round")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds per arm and round")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: measure(arguments.rounds, arguments.window, arguments.overrides))
 

@@ -63,7 +63,7 @@ def measured(part: str, options: Sequence[str], device: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S)
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        result = json.loads(found[-1]) if found else {"error": f"ended with {done.returncode} and no result"}
+        result = json.loads(found[-1]) if found else {"error": f"exited with status {done.returncode} and no result"}
     except subprocess.TimeoutExpired:
         result = {"error": f"took longer than {_LIMIT_S:.0f} s"}
     common = {"part": part, "revision": _harness.revision(), "device": device, "torch": version("torch")}
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--parts", type=_harness.some_of(list(PARTS)), default=list(PARTS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small models and few steps")
-    parser.add_argument("--tokens", type=_harness.positive, default=65536, help="of a batch of `train`")
+    parser.add_argument("--tokens", type=_harness.positive, default=65536, help="tokens in a batch of the part train")
     arguments = parser.parse_args()
     options = ["--tokens", str(arguments.tokens), *(["--tiny"] if arguments.tiny else [])]
     failed = False

@@ -187,7 +187,7 @@ def on_the_loop(groups: int, per_step: int, steps: int = 50) -> dict[str, Any]:
         file, copy = Path(scratch) / "ledger.sqlite", Path(scratch) / "copy.sqlite"
         ledger = TrajectoryLedger(file, group_size=GROUP)
         first = fill(ledger, groups, per_step) + 1
-        _harness.tell(f"{groups} groups are in the ledger")
+        _harness.tell(f"the ledger holds {groups} groups")
         unfolded = calls(ledger, first, steps, per_step)
         _harness.tell(f"unfolded: {unfolded['longest_call']}")
         before = ledger.tokens().accounted, ledger.admitted

@@ -144,18 +144,24 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `arguments` stand for it."""
     parser, known = _harness.parser(__doc__), [SERVER, *SETTINGS]
-    parser.add_argument("--settings", type=_harness.some_of(known), default=known, help=f"some of {', '.join(known)}")
-    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3], help="of the runs on this machine's cores")
-    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of emulated runs, of each setting")
-    parser.add_argument("--minutes", type=float, default=0.5, help="of each emulated run, real")
-    parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates of the lone server")
+    parser.add_argument(
+        "--settings", type=_harness.some_of(known), default=known, help=f"comma-separated list of {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--seeds", type=_harness.numbers, default=[1, 2, 3], help="seeds of the runs on the cores of this machine"
+    )
+    parser.add_argument(
+        "--pairs", type=_harness.positive, default=2, help="number of pairs of emulated runs per setting"
+    )
+    parser.add_argument("--minutes", type=float, default=0.5, help="real minutes of each emulated run")
+    parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates in the setting server")
     return parser.parse_intermixed_args(arguments)
 
 
 def _measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     for override in arguments.overrides:
         if (name := override.partition("=")[0]) in _OURS:
-            raise ConfigError(f"{name}: this benchmark sets it, arm by arm")
+            raise ConfigError(f"{name}: must not be given, as the benchmark sets it for each arm")
     alone = _server(arguments) if SERVER in arguments.settings else {}
     runs = {name: _measure(name, arguments) for name in arguments.settings if name != SERVER}
     if runs:
@@ -215,7 +221,9 @@ def measure(result: TrialResult) -> Measured:
     ends = curves.get("time/elapsed_s", {})
     first, last = window(config, ends)
     if last <= first:
-        raise ArealError(f"{result.trial.run_id}: too short for a step that counts; give it more --minutes or steps")
+        raise ArealError(
+            f"{result.trial.run_id}: too short, as no measured step ended; raise --minutes or training.steps"
+        )
     counted = replace(
         result,
         curves={
@@ -233,7 +241,7 @@ def measure(result: TrialResult) -> Measured:
 
     def needed(key: str, value: Callable[[str], float | None]) -> float:
         if (found := value(key)) is None:
-            raise ArealError(f"{result.trial.run_id}: no point of {key} in the steps that count")
+            raise ArealError(f"{result.trial.run_id}: the measured steps have no point of {key}")
         return found
 
     def share(key: str) -> float | None:

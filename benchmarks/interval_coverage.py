@@ -52,8 +52,10 @@ class Benchmark:
 
 def main() -> None:
     args = parser(__doc__, overrides=False)
-    args.add_argument("--repetitions", type=positive, default=10_000, help="of each case")
-    args.add_argument("--pairs", type=positive, default=2000, help="of each case of a pair")
+    args.add_argument("--repetitions", type=positive, default=10_000, help="number of repetitions of each case")
+    args.add_argument(
+        "--pairs", type=positive, default=2000, help="number of repetitions of each case with a pair of checkpoints"
+    )
     given = args.parse_args()
     report(lambda: {"intervals": intervals(given.repetitions), "pairs": pairs(given.pairs)})
 

@@ -43,11 +43,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     logging.disable(logging.NOTSET)
     struck = Counter(one for outcome in outcomes for one in outcome.struck)
     known = {fault.what for fault in campaign.faults()}
-    _harness.tell(f"  by kind: {_counted((kind, count) for (kind, _), count in struck.items())}")
-    _harness.tell(f"  by phase: {_counted((place, count) for (_, place), count in struck.items())}")
+    _harness.tell(f"  faults by kind: {_counted((kind, count) for (kind, _), count in struck.items())}")
+    _harness.tell(f"  faults by phase: {_counted((place, count) for (_, place), count in struck.items())}")
     if nowhere := sorted(" ".join(each) for each in known - struck.keys()):
         more = f", and {len(nowhere) - _NAMED} more" if len(nowhere) > _NAMED else ""
-        _harness.tell(f"  struck nothing: {', '.join(nowhere[:_NAMED])}{more}")
+        _harness.tell(f"  points without a fault: {', '.join(nowhere[:_NAMED])}{more}")
     findings = [outcome.findings for outcome in outcomes]
     return {
         "faults_scripted": struck.total(),

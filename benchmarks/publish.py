@@ -88,9 +88,11 @@ _DAMAGES = ("flipped", "torn", "longer", "another file", "another hash", "not fi
 def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
     parser.add_argument("--rounds", type=_harness.positive, default=7)
-    parser.add_argument("--step", type=float, default=4.0, help="seconds that a training step takes")
-    parser.add_argument("--damaged", type=_harness.positive, default=1000, help="versions that are to be refused")
-    parser.add_argument("--short", action="store_true", help="a small model")
+    parser.add_argument("--step", type=float, default=4.0, help="seconds of a training step")
+    parser.add_argument(
+        "--damaged", type=_harness.positive, default=1000, help="number of versions that the server must refuse"
+    )
+    parser.add_argument("--short", action="store_true", help="use a small model")
     options = parser.parse_args()
     spec, step_s = (SMALL, 0.02) if options.short else (_LARGE, options.step)
     _harness.report(lambda: measure(spec, rounds=options.rounds, step_s=step_s, damaged=options.damaged))
@@ -370,7 +372,9 @@ async def _damaged(folder: Path, count: int) -> dict[str, Any]:
         await client.close()
     finally:
         child.end()
-    assert (versions, loaded) == ({0}, 1), f"served {versions} meanwhile, and version {loaded} at last"
+    assert (versions, loaded) == ({0}, 1), (
+        f"served versions {versions} during the refusals, and version {loaded} at the end"
+    )
     return {"damaged_refused": refused.total() / count, "refused": dict(refused), "served_meanwhile": served}
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2])
     parser.add_argument("--problems", type=_harness.positive, default=500)
-    parser.add_argument("--arms", type=_arms, default=["full"], help="full, lora, or both with a comma between")
+    parser.add_argument("--arms", type=_arms, default=["full"], help="comma-separated list of full, lora")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: measure(arguments.arms, arguments.seeds, arguments.problems, arguments.overrides))
 
@@ -66,7 +66,9 @@ def measure(arms: Sequence[str], seeds: Sequence[int], problems: int, overrides:
 def _arms(text: str) -> list[str]:
     arms = text.split(",")
     if unknown := set(arms) - _EXPERIMENTS.keys():
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(_EXPERIMENTS)}, got {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(
+            f"must be a comma-separated list of {', '.join(_EXPERIMENTS)}, got {', '.join(sorted(unknown))}"
+        )
     return arms
 
 
@@ -114,7 +116,9 @@ def _check_disjoint(config: RunConfig, steps: int, problems: int) -> None:
     scored = {prompt.prompt_id for prompt in open_source(held_out, tokenizer).held_out()}
     source, prompts = open_source(config, tokenizer), (steps + 2 * (config.max_staleness + 1)) * config.groups_per_batch
     if both := scored & {source.prompt(index).prompt_id for index in range(prompts)}:
-        raise ConfigError(f"task.held_out: {len(both)} held-out prompts were trained on")
+        raise ConfigError(
+            f"task.held_out: must be disjoint from training, but {len(both)} held-out prompts were trained on"
+        )
 
 
 def _is_said(record: Record) -> bool:

@@ -123,7 +123,7 @@ def _pretrained() -> dict[str, Any]:
             ours.append((time.monotonic() - since) / size_gb)
             raw.append(_raw(Path(folder) / "raw", size_gb) / size_gb)
             storage.delete(checkpoint.folder_name(turn, 0))
-            _harness.tell(f"turn {turn}: {ours[-1]:.2f} s a GB, raw {raw[-1]:.2f}")
+            _harness.tell(f"round {turn}: {ours[-1]:.2f} s a GB, dd {raw[-1]:.2f} s a GB")
     return {
         "gb": round(size_gb, 2),
         "s_per_gb": round(statistics.median(ours), 2),

@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 while time.monotonic() < deadline:
                     time.sleep(_EVERY_S)
                     if launcher.poll() is not None:
-                        raise SystemExit(f"areal: error: the run ended: {Path(output.name).read_text()[-500:]}")
+                        raise SystemExit(f"areal: error: the run ended early: {Path(output.name).read_text()[-500:]}")
                     soak.look()
                     if options.out is not None:
                         options.out.write_text("".join(json.dumps(look) + "\n" for look in soak.looks))
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--out", type=Path, help="every look, as lines of JSON")
+    parser.add_argument("--out", type=Path, help="file for all samples, as lines of JSON")
     options = parser.parse_intermixed_args()
     _harness.report(lambda: measure(options))
 

@@ -33,8 +33,8 @@ Speeds = Mapping[int, float]  # ranks -> tokens/s of the emulated cluster
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=0.6, help="of each run, real")
-    parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds in a real one")
+    parser.add_argument("--minutes", type=float, default=0.6, help="real minutes of each run")
+    parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds per real second")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: _measure(arguments))
 
@@ -48,7 +48,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             _harness.tell(f"{devices - ranks} servers, {ranks} ranks: {speeds[ranks]:.0f} tokens/s")
             if ranks in (1, devices - 1):
                 advised[ranks] = splits_of_run(run_folder(config, f"ranks-{ranks}"))[0]
-                _harness.tell(f"it advises {advised[ranks]}")
+                _harness.tell(f"advice of this run: {advised[ranks]}")
     return report(speeds, advised)
 
 

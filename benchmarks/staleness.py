@@ -114,7 +114,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     for file in filter(None, (options.out, options.picture)):
         if not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: its folder must exist")  # told now, not after all runs
+            raise ConfigError(f"{file}: must be in an existing folder")  # told now, not after all runs
     jobs = plan(options.seeds, options.lags, options.overrides)
     outcomes = list(_run_all(jobs))
     if options.out:
@@ -128,7 +128,7 @@ def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) ->
     """All jobs; makes their base model if no run of its recipe has. Raises what preflight and the warm-up raise."""
     for override in overrides:
         if (name := override.partition("=")[0]) in _OURS:
-            raise ConfigError(f"{name}: this benchmark sets it, job by job")
+            raise ConfigError(f"{name}: must not be given, as the benchmark sets it for each run")
     config = configuration(None, [*_SETTING, *overrides])
     preflight(config)
     model = str(base_model(config, _harness.tell))
@@ -279,7 +279,7 @@ def _run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
         try:
             for done, future in enumerate(as_completed([pool.submit(run_job, job) for job in jobs]), start=1):
                 outcome = future.result()
-                _harness.tell(f"{done} of {len(jobs)} runs done, this one in {outcome.wall_s:.0f} s")
+                _harness.tell(f"{done} of {len(jobs)} runs finished, the last one in {outcome.wall_s:.0f} s")
                 yield outcome
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -351,9 +351,9 @@ def draw(outcomes: Sequence[Outcome], file: Path) -> None:
         "base model", (1, base), (-4, -12), ("axes fraction", "data"), "offset points", ha="right", color=_INK
     )
     axes.set_title(
-        f"After {outcomes[0].accuracy[-1][0]} steps; a point is a seed, a line their mean", loc="left", fontsize=10
+        f"After {outcomes[0].accuracy[-1][0]} steps. Points: seeds. Lines: means over seeds.", loc="left", fontsize=10
     )
-    axes.set_xlabel("lag: versions between the policy that generates and the one that learns")
+    axes.set_xlabel("lag: policy versions between generation and training")
     axes.set_ylabel("held-out greedy accuracy")
     lags = sorted({outcome.lag for outcome in outcomes})
     axes.set_xticks(lags)
@@ -371,7 +371,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
     parser.add_argument("--lags", type=_harness.numbers, default=[0, 4, 8, 16], help="in versions")
     parser.add_argument("--steps", type=int, help="training.steps")
-    parser.add_argument("--out", type=Path, help="write every run's curves here, JSON")
+    parser.add_argument("--out", type=Path, help="write the curves of all runs to this file, as JSON")
     parser.add_argument("--picture", type=Path, help="draw accuracy over lag into this file")
     options = parser.parse_intermixed_args()
     if options.steps is not None:

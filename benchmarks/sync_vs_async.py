@@ -80,9 +80,7 @@ def run_arms(
 ) -> dict[str, dict[int, RunSummary]]:
     """Summaries by arm and seed. Raises ProcessError for a run that failed: a ratio without it would mislead."""
     if any(override.partition("=")[0] == "generation.engine" for override in overrides):
-        raise ConfigError(
-            "generation.engine: this benchmark is of this machine's cores; benchmarks.emulated has others"
-        )
+        raise ConfigError("generation.engine: must not be given; benchmarks.emulated measures emulated clusters")
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     common = ["tracking=off", f"evaluation.every={_harness.NEVER}", *overrides]
     trials = plan_trials(comparison, experiment, arms, seeds, common)

@@ -60,7 +60,7 @@ def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict
     _harness.tell(f"overhead share by seed: {shares}")
     for name in offline.SETTINGS | offline.SHARING:
         apart(offline.check, name)
-        _harness.tell(f"{name}: all arms make the same gradient")
+        _harness.tell(f"{name}: all arms have the same gradient")
     speeds = {name: apart(offline.speeds, name, rounds) for name in offline.SETTINGS}
     sharing = {name: apart(offline.sharing, name, rounds) for name in offline.SHARING}
     allowed = {name: apart(offline.saved, name) for name in offline.SHARING}

@@ -237,7 +237,7 @@ def train_trl(
     steps = config.training.steps
     versions = [load_file(file) for file in sorted(folder.glob("step-*.safetensors"))]
     if len(reports[0]["elapsed_s"]) != steps or len(versions) not in (0, steps):
-        raise ProcessError(f"TRL made {len(reports[0]['elapsed_s'])} of {steps} steps; see {folder}")
+        raise ProcessError(f"TRL finished only {len(reports[0]['elapsed_s'])} of {steps} steps; see {folder}")
     training = Training(
         elapsed_s=tuple(reports[0]["elapsed_s"]),
         reward=tuple(fmean(means) for means in zip(*(report["reward"] for report in reports), strict=True)),
@@ -276,13 +276,13 @@ def _launch(folder: Path, ranks: int) -> None:
         try:
             code = peer.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ProcessError(f"TRL did not end within {TIMEOUT_S:g} s; see {log}") from None
+            raise ProcessError(f"TRL timed out after {TIMEOUT_S:g} s; see {log}") from None
         finally:
             peer.terminate()
             peer.wait()
     if code:
         end = " | ".join(log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
-        raise ProcessError(f"TRL exited with code {code}; see {log}: {end}")
+        raise ProcessError(f"TRL exited with status {code}; see {log}: {end}")
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def train_areal(config: RunConfig, case: Case, run: RunDir) -> Training:
     with PeakMemory() as memory, keeping as versions:
         summary = execute(config, run_id=run.info().run_id, log=_harness.tell)
     if case.score is not None and len(versions) != summary.steps:
-        raise ProcessError(f"version {len(versions) + 1} of {run.root} was gone before it could be kept")
+        raise ProcessError(f"{run.root}: version {len(versions) + 1} was deleted before the benchmark copied it")
     history, steps = _harness.history(config, run.info().run_id), range(1, summary.steps + 1)
     return Training(
         elapsed_s=tuple(history["time/elapsed_s"][step] for step in steps),
@@ -348,7 +348,7 @@ def score(training: Training, scorer: Scorer, folder: Path, target: float) -> di
 def measure(case: Case, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     """Train both systems with every seed and compare them. Raises ArealError for what goes wrong in either."""
     if not PYTHON.exists():
-        raise ConfigError(f"{PYTHON.parents[1].name}: TRL's environment is absent; `make bench NAME=trl` makes it")
+        raise ConfigError(f"{PYTHON.parents[1].name} is missing; create it with `make bench NAME=trl`")
     with _harness.scratch_runs() if case.scratch else contextlib.nullcontext(["tracking.enabled=false"]) as its:
         return _measure(case, {seed: _config(case, seed, [*its, *overrides]) for seed in seeds})
 
@@ -433,8 +433,10 @@ def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(CASES)), default=list(CASES))
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
-    parser.add_argument("--steps", type=_harness.positive, help="of each model, instead of its own number")
-    parser.add_argument("--score", type=float, help="held-out accuracy, 0 to 1, instead of each model's own")
+    parser.add_argument(
+        "--steps", type=_harness.positive, help="training steps per model; default: the number of its case"
+    )
+    parser.add_argument("--score", type=float, help="held-out accuracy to reach, 0 to 1; default: that of each case")
     options = parser.parse_intermixed_args()
 
     chosen = {name: value for name in ("steps", "score") if (value := getattr(options, name)) is not None}

@@ -110,7 +110,7 @@ HOSTILE = (
 
 def main() -> None:
     command = parser(__doc__, overrides=False)
-    command.add_argument("--data", type=Path, help="folder with the benchmarks' files")
+    command.add_argument("--data", type=Path, help="folder with the files of the benchmarks")
     command.add_argument("--seed", type=int, default=1)
     given = command.parse_args()
     report(
@@ -148,7 +148,7 @@ def gold_answers(data: Path | None) -> dict[str, list[str]]:
     for name, (file, fields) in FILES.items() if data is not None else ():
         path = data / file
         if not path.is_file():
-            raise ConfigError(f"--data: {path} is not there")
+            raise ConfigError(f"--data: must be a folder with the file {path.name}, got {path.parent}")
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         answers = [gold_answer(str(next(row[field] for field in fields if field in row))) for row in rows]
         found[name] = [answer for answer in answers if answer is not None]
