@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def config(self) -> RunConfig:
-        return configuration(None, ["training.minibatches=1", *self.overrides])
+        return configuration({}, ["training.minibatches=1", *self.overrides])
 
 
 def long_tailed(config: RunConfig, seed: int) -> Groups:

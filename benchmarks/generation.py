@@ -288,8 +288,8 @@ def measure(rounds: int, seconds: float, overrides: list[str]) -> dict[str, Any]
         raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; create it with `make bench NAME=generation`")
     common = ["name=bench-generation", "tracking.enabled=false", *overrides]
     configs = {
-        "default": configuration(None, common),
-        "wide_heads": configuration(None, [*common, "model.heads=2", "model.kv_heads=2"]),
+        "default": configuration({}, common),
+        "wide_heads": configuration({}, [*common, "model.heads=2", "model.kv_heads=2"]),
     }
     Path(configs["default"].state_dir).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

@@ -128,9 +128,7 @@ class Soak:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="areal-soak-") as state:
-        config = configuration(
-            None, [f"state_dir={state}", f"storage.url={state}/store", *_SETTING, *options.overrides]
-        )
+        config = configuration({}, [f"state_dir={state}", f"storage.url={state}/store", *_SETTING, *options.overrides])
         file = Path(state) / "soak.json"
         file.write_text(json.dumps(config.to_dict()))
         with (Path(state) / "output.txt").open("w+") as output:

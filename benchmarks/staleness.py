@@ -129,7 +129,7 @@ def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) ->
     for override in overrides:
         if (name := override.partition("=")[0]) in _OURS:
             raise ConfigError(f"{name}: must not be given, as the benchmark sets it for each run")
-    config = configuration(None, [*_SETTING, *overrides])
+    config = configuration({}, [*_SETTING, *overrides])
     preflight(config)
     model = str(base_model(config, _harness.tell))
     return [

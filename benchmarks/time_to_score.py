@@ -35,7 +35,7 @@ def measure(seeds: list[int], overrides: list[str]) -> dict[str, Any]:
 
 
 def _run(seed: int, overrides: list[str]) -> RunSummary:
-    config = configuration(None, ["name=time-to-score", f"seed={seed}", *overrides])
+    config = configuration({}, ["name=time-to-score", f"seed={seed}", *overrides])
     return execute(config, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
 
 

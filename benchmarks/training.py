@@ -149,7 +149,7 @@ def overhead_share(history: History) -> float:
 def _run(seed: int, overrides: Sequence[str]) -> History:
     """The metrics of a real run of the default experiment."""
     common = ["name=bench-training", "tracking.enabled=false", f"evaluation.every={_harness.NEVER}", f"seed={seed}"]
-    config = configuration(None, [*common, *overrides])
+    config = configuration({}, [*common, *overrides])
     run_id = f"bench-training-{secrets.token_hex(3)}"
     execute(config, run_id=run_id, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
     return _harness.history(config, run_id)
