@@ -1,4 +1,4 @@
-"""Does the verifier of reasoning-gym give what each data set's own rule gives? A part of `benchmarks.verifiers`."""
+"""Part of `benchmarks.verifiers`: compare our reasoning-gym verifier with the rule of each data set."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def hedges(gold: str, another: str) -> Iterator[str]:
 
 
 def own_score(rule: Any, made: dict[str, Any], answer: str) -> float:
-    """What the data set's own rule gives to an answer of this file; nothing where it raises, or never ends."""
+    """Score of an answer by the rule of the data set; 0 if the rule raises an error."""
     if "**" in answer and answer in ODD:
         return 0.05
     try:
@@ -83,7 +83,7 @@ def own_score(rule: Any, made: dict[str, Any], answer: str) -> float:
 
 
 def _moved(told: dict[str, Any]) -> str:
-    """Boxnet: each box along its row and then its column, one move a step."""
+    """Solve Boxnet: move each box along its row and then its column, one move per step."""
     squares = {item: key.split("_") for key, items in told["initial_state"].items() for item in items}
     plan = []
     for box in (item for item in squares if item.startswith("box_")):
@@ -99,7 +99,7 @@ def _moved(told: dict[str, Any]) -> str:
 
 
 def _unjammed(told: dict[str, Any]) -> str:
-    """Rush hour: moves that a breadth-first search finds. A state is the first cell of each piece."""
+    """Solve Rush Hour by breadth-first search; return the moves. A state holds the first cell of each piece."""
     board = told["board_config"]
     cells = {piece: [i for i, at in enumerate(board) if at == piece] for piece in sorted({*board} - {"o", "x", "."})}
     names, walls = list(cells), {i for i, at in enumerate(board) if at == "x"}

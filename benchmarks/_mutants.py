@@ -1,4 +1,4 @@
-"""Programs with one operator changed, and which of these changes make no difference."""
+"""Programs with one changed operator (mutants), and a list of equivalent mutants."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class Mutant:
 
 
 def mutants(source: str, first_line: int, rng: random.Random) -> Iterator[Mutant]:
-    """All changes from `first_line` on, one by one, in an order that `rng` draws: of a comparison, an arithmetic
-    operator, a boolean, or a number; where there is none of these, of a text, and else of what is returned."""
+    """Yield all mutants from `first_line` on, in an order drawn from `rng`.
+
+    Each changes one comparison, arithmetic operator, boolean or number. Without any of these, it changes a text;
+    without texts, the returned value."""
     tree = ast.parse(source)
     nodes = [(place, node) for place, node in enumerate(ast.walk(tree)) if getattr(node, "lineno", 0) >= first_line]
     kinds = (_operator, _text, _returned)
