@@ -10,6 +10,7 @@ SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
 MUTANTS_SETUP := .venv-mutants/.complete
 CHECKOV_SETUP := .venv-checkov/.complete
+DOCS_SETUP := $(VENV)/.docs
 VLLM_SETUP := .venv-vllm/.plugin
 # Compile no bytecode during installation, which takes half of the time. Python compiles modules at their first import.
 INSTALL := install -qq --no-compile
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Extra package index for torch. PyTorch publishes an index of CPU builds.
 export TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint docs extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -89,6 +90,9 @@ lint: $(SETUP) ## check format, style, types and import layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+docs: $(DOCS_SETUP) ## build the documentation's site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 up: $(SETUP) ## start Prefect and MLflow and leave them running: PREFECT_PORT= MLFLOW_PORT=
 	@$(AREAL) up
 
@@ -136,7 +140,7 @@ prune: $(SETUP) ## show the disk space of old runs and free it: RUN="first secon
 	@$(AREAL) prune $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
 
 clean: ## remove caches and build leftovers; keep .venv and .areal
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 refuse = { echo "areal: error: $(1)" >&2; exit 2; }
@@ -175,6 +179,10 @@ reasoning: $(TASKS_SETUP) ## install reasoning-gym, for task=reasoning_gym
 
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
 	@$(AREAL) setup reasoning
+	@touch $@
+
+$(DOCS_SETUP): pyproject.toml requirements/constraints.txt | $(SETUP)
+	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(SMOLLM2): | $(SETUP)

@@ -18,6 +18,7 @@ COMMANDS = {  # one-line descriptions, for --help
     "train": "train one run, or a sweep of runs, and print the result",
     "compare": "compare synchronous with asynchronous training over several seeds",
     "evaluate": "score a model on benchmarks",
+    "try": "sample the base model before training, and tell whether a run can learn from it",
     "plan": "estimate the GPU memory of an experiment, without a GPU",
     "advise": "suggest a better split of devices from the rates of a finished run",
     "doctor": "check the requirements on this machine, or describe a model and its prompts",
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif name == "--version":
         print(f"areal {metadata.version('areal-flows')}")
     elif name in COMMANDS:
-        return import_module(f"flows.commands.{name}").main(rest)
+        return import_module(f"flows.commands.{'try_' if name == 'try' else name}").main(rest)
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."

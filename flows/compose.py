@@ -91,14 +91,16 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
 def split_experiment(settings: Sequence[str], default: str = "cpu-async") -> tuple[str, list[str]]:
     """Split the settings of a command line into the experiment and the overrides.
 
-    The settings of a user's experiment file, `experiment=own.yaml`, precede the other overrides. Raises ConfigError."""
+    The settings of a user's experiment file, `experiment=own.yaml`, precede the other overrides. The file may name the
+    experiment that it builds on, as `experiment: smollm2`. Raises ConfigError."""
     experiment, own, others = default, [], []
     for setting in settings:
         field, _, value = setting.partition("=")
         if field.strip() != "experiment":
             others.append(setting)
         elif value.endswith((".yaml", ".yml")):
-            experiment, own = default or "cpu-async", _settings_of(Path(value))
+            base, own = _read_experiment(Path(value))
+            experiment = base or default or "cpu-async"
         else:
             experiment, own = value, []
     return experiment, [*own, *others]
@@ -117,10 +119,13 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return common, varied
 
 
-def _settings_of(file: Path) -> list[str]:
-    """Overrides from a user's experiment file, which has the form of the files in conf/experiment.
+def _read_experiment(file: Path) -> tuple[str | None, list[str]]:
+    """The base and the overrides of a user's experiment file, which has the form of the files in conf/experiment.
     Raises ConfigError."""
     values = read_values("experiment", file)
+    base = values.pop("experiment", None)
+    if base is not None and base not in experiments():
+        raise ConfigError(f"experiment: {file}: must build on one of {', '.join(experiments())}, got {base!r}")
     settings: list[str] = []
     for group in values.pop("defaults", []):
         if group == "_self_":
@@ -131,7 +136,7 @@ def _settings_of(file: Path) -> list[str]:
                 f"experiment: {file}: defaults must be of the form 'override /GROUP: OPTION', got {group!r}"
             )
         settings.append(f"{str(name).removeprefix('override /')}={option}")
-    return settings + [f"{name}={_value(value)}" for name, value in leaves(values)]
+    return base, [*settings, *(f"{name}={_value(value)}" for name, value in leaves(values))]
 
 
 def _value(value: Any) -> str:

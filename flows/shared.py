@@ -48,10 +48,14 @@ _TITLE_LENGTH = 200  # characters
 
 
 def run_title(parameters: Mapping[str, Any]) -> str:
-    """Title of a flow run: its experiment or model, then all other given parameters."""
+    """Title of a flow run: its `name`, experiment or model, then all other given parameters."""
     given = {name: value for name, value in parameters.items() if value not in (None, [], {})}
     overrides = given.pop("overrides", [])
+    named = [override for override in overrides if override.startswith("name=")]
+    overrides = [override for override in overrides if override not in named]
     subject = given.pop("experiment", None) or PurePath(given.pop("model", "")).name
+    if named:
+        subject = named[-1].removeprefix("name=").strip("'\"")
     chosen = [f"{name.replace('_', ' ')} {_listed(value)}" for name, value in given.items()]
     title = ": ".join(part for part in (subject, ", ".join([*chosen, *overrides])) if part)
     return title if len(title) <= _TITLE_LENGTH else f"{title[: _TITLE_LENGTH - 3]}..."

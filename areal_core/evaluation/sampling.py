@@ -40,10 +40,13 @@ class Benchmark:
     about: dict[str, Any]  # model, task and sampling settings; records with other ones are another evaluation's
 
 
-def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str) -> Benchmark:
-    """The held-out set of a task, for a model with digest `weights` that `engine` serves.
-    Raises the errors of `open_source`."""
-    problems = open_source(config, tokenizer).held_out()
+def open_benchmark(
+    name: str, config: RunConfig, tokenizer: Tokenizer, weights: str, *, engine: str, prompts: int | None = None
+) -> Benchmark:
+    """The held-out set of a task, or its first `prompts` training prompts, for a model with digest `weights` that
+    `engine` serves. Raises the errors of `open_source`."""
+    prompt_source = open_source(config, tokenizer)
+    problems = prompt_source.held_out() if prompts is None else [prompt_source.prompt(each) for each in range(prompts)]
     source = config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
     described = {"name": name, "problems": len(problems), "sha256": prompts_digest(problems), "source": source}
     about = {

@@ -67,6 +67,7 @@ def evaluate(
     *,
     name: str | None = None,
     reference: str | None = None,
+    prompts: int | None = None,
     log: Log = print,
     on_progress: Progress = lambda benchmark, done, problems: None,
 ) -> list[Result]:
@@ -74,7 +75,7 @@ def evaluate(
 
     `configs` maps the name of each benchmark to its configuration; all of them name the same model. `name` identifies
     the evaluation: records of an earlier evaluation with this name are reused. `reference` names another evaluation to
-    compare with, problem by problem.
+    compare with, problem by problem. With `prompts` the problems are so many training prompts, not the held-out set.
 
     Raises ConfigError, ModelError and others as `preflight` does, and ProcessError for servers that fail.
     """
@@ -94,7 +95,7 @@ def evaluate(
     weights = base_version(str(folder)).digest
     tokenizer = Tokenizer.from_folder(folder)
     benchmarks = [
-        open_benchmark(each, config, tokenizer, weights, engine=config.generation.engine)
+        open_benchmark(each, config, tokenizer, weights, engine=config.generation.engine, prompts=prompts)
         for each, config in configs.items()
     ]
     info = RunInfo(

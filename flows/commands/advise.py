@@ -8,10 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_core.config.fields import check_file_name
+from areal_core.config.schema import RunConfig
 from areal_core.planning.split import Split, splits_of_run
 from areal_core.run.command import run_command
 from areal_core.storage.rundir import RunDir
 from flows import cli
+from flows.compose import compose
 from flows.places import WORK
 
 
@@ -21,19 +23,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(arguments: Sequence[str]) -> None:
     """Print the splits, best first. Raises ConfigError."""
-    parser = cli.parser("advise", "MY-RUN")
+    parser = cli.parser("advise", "MY-RUN", "MY-RUN state_dir=/data/areal")
     parser.add_argument("run", help="name of a finished run")
-    options = parser.parse_args(arguments)
+    cli.add_settings(parser, "; state_dir= is the folder of runs")
+    options = parser.parse_intermixed_args(arguments)
     table = Table("servers", "ranks", "speedup", "overrides", title=f"Splits by the rates of {options.run}")
-    for split in splits_of_run(_run_dir(options.run)):
+    for split in _splits(options.run, compose("cpu-async", options.settings)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)
 
 
-def _run_dir(run_id: str) -> RunDir:
-    return RunDir(WORK / ".areal" / "runs" / check_file_name("run", run_id))
+def best(run_id: str, config: RunConfig) -> Split:
+    """The best split by the rates of a run in the state folder of `config`. Raises ConfigError."""
+    return _splits(run_id, config)[0]
 
 
-def best(run_id: str) -> Split:
-    """The best split by the rates of a run in `.areal/runs`. Raises ConfigError."""
-    return splits_of_run(_run_dir(run_id))[0]
+def _splits(run_id: str, config: RunConfig) -> list[Split]:
+    return splits_of_run(RunDir(WORK / config.state_dir / "runs" / check_file_name("run", run_id)))

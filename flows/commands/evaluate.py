@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
         "MY-RUN --benchmark arithmetic",
         "models/Qwen2.5-0.5B --benchmark gsm8k=test.jsonl evaluation.samples=8 generation=vllm",
     )
-    parser.add_argument("model", help="model folder, GGUF file, or name of a run")
+    parser.add_argument("model", help="model folder, GGUF file, hub:OWNER/NAME, or name of a run")
     parser.add_argument(
         *("--benchmark", "-b"),
         action="append",

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_intermixed_args(arguments)
         experiment, overrides = split_experiment(options.settings)
         if options.split is not None:
-            split = advise.best(options.split)
+            split = advise.best(options.split, compose(experiment, overrides))
             print(f"Split of devices from run {options.split}: {split.servers} servers, {split.ranks} ranks.")
             overrides += split.overrides
         if options.multirun:

@@ -158,11 +158,12 @@ def test_an_experiment_of_the_users_is_a_file(tmp_path: Path) -> None:
     """Its settings come before the others of the command line."""
     file = tmp_path / "own.yaml"
     file.write_text(
-        "defaults:\n  - override /environment: calculator\n  - _self_\n"
+        "experiment: cpu-sync\ndefaults:\n  - override /environment: calculator\n  - _self_\n"
         'name: own\ntraining: {steps: 7, minibatches: 2}\nmodel: {path: "it\'s, a"}\n'
     )
     experiment, settings = split_experiment([f"experiment={file}", "training.steps=9"])
-    assert experiment == "cpu-async"
+    assert experiment == "cpu-sync"
+    assert run_title({"experiment": experiment, "overrides": settings}).startswith("own: environment=calculator, ")
     found = compose(experiment, settings)
     assert (found.name, found.training.steps, found.training.minibatches) == ("own", 9, 2)
     assert (found.environment.name, found.model.path) == ("calculator", "it's, a")
@@ -175,6 +176,7 @@ def test_an_experiment_of_the_users_is_a_file(tmp_path: Path) -> None:
         ("- a", "experiment: .* must hold fields and their values"),
         ("a: [", "experiment: can't read .*"),
         ("defaults: [task: rows]", "experiment: .*: defaults must be of the form 'override /GROUP: OPTION', got .*"),
+        ("experiment: none", "experiment: .*: must build on one of cpu-async, .*, got 'none'"),
     ],
 )
 def test_a_file_that_is_no_experiment_is_refused_in_one_line(tmp_path: Path, text: str | None, said: str) -> None:

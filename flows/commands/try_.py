@@ -1,0 +1,42 @@
+"""`areal try`: sample the base model before training, and say whether a run can learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_core.errors import ProcessError, printable_lines
+from areal_core.run.command import run_command
+from areal_core.run.tryout import try_out
+from flows import cli
+from flows.compose import compose, split_experiment
+
+_SHOWN = 3  # rollouts
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = cli.parser("try", "", "experiment=smollm2 task.max_new_tokens=48", "experiment=own.yaml --prompts 32")
+    parser.add_argument("--prompts", type=int, default=16, help="training prompts to sample; default: 16")
+    cli.add_settings(parser, " of the run")
+    options = parser.parse_intermixed_args(arguments)
+    report = try_out(compose(*split_experiment(options.settings)), prompts=options.prompts, log=print)
+    print(f"\nThe first prompt, {report.fed_tokens} tokens, as it is fed:\n{_indented(report.fed)}")
+    for number, sample in enumerate(report.result.records[0].samples[:_SHOWN], 1):
+        reward = "no result" if sample.score is None else f"reward {sample.score:g}"
+        print(f"\nRollout {number} ({sample.outcome}, {reward}, {sample.tokens} tokens):\n{_indented(sample.text)}")
+    print()
+    for name, value in [*report.figures.rows(), ("memory", report.memory), ("all rollouts", str(report.result.page))]:
+        print(f"{name:22} {value}")
+    print()
+    for _, problem in report.problems:
+        print(problem)
+    if any(hopeless for hopeless, _ in report.problems):
+        raise ProcessError("this run can't learn: see above")
+    print("This run can learn." if not report.problems else "This run can learn, but slowly: see above.")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in printable_lines(text).splitlines())

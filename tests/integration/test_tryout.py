@@ -1,0 +1,25 @@
+"""`areal try` on a real base model, with generation servers and reward workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_core.run.tryout import try_out
+from tests.support.runs import tiny
+
+pytestmark = [pytest.mark.slow]
+
+
+def test_a_verifier_that_accepts_everything_is_named(tmp_path: Path) -> None:
+    config = tiny(
+        tmp_path, environment={"verifier": "tests.support.verifiers:ends", "verify_truncated": True}, tracking={}
+    )
+    report = try_out(config, prompts=2, log=print)
+    assert report.result.page.exists()
+    assert report.fed_tokens > 0
+    assert (report.figures.groups, report.figures.rollouts) == (2, 2 * config.algorithm.group_size)
+    [(hopeless, problem)] = report.problems
+    assert hopeless
+    assert problem.startswith("environment.verifier: all rewards are equal in 100% of groups, and 100% of the rollouts")
