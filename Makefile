@@ -1,7 +1,7 @@
-# The commands that people run; `make help` lists them. Each command installs what it needs, again after a change.
+# Commands for users; `make help` lists them. Each command installs its requirements, and repeats that if they change.
 
 SHELL := /bin/bash
-# The newest Python that is here, with what a virtual environment takes.
+# The newest installed Python that can create virtual environments.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do \
   python$$v -c 'import ensurepip, venv' 2> /dev/null && echo python$$v && break; done)
 VENV := .venv
@@ -12,19 +12,19 @@ MUTANTS_SETUP := .venv-mutants/.complete
 CHECKOV_SETUP := .venv-checkov/.complete
 DOCS_SETUP := $(VENV)/.docs
 VLLM_SETUP := .venv-vllm/.plugin
-# Nothing is compiled that is not imported: that is most of it, and half of the time that pip would take.
+# Compile no bytecode during installation, which takes half of the time. Python compiles modules at their first import.
 INSTALL := install -qq --no-compile
 TASKS_SETUP := $(VENV)/.reasoning-gym
 SMOLLM2 := .areal/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-# Processes that run tests, a file each: they wait a lot, so more than the cores of a small machine.
+# Number of test processes. Each runs one test file at a time. They wait a lot, so use more than the cores.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
-# A run is a dozen processes and the tests are hundreds: each would compile every module anew.
+# Keep compiled bytecode: a run has a dozen processes and the tests have hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
+# Extra package index for torch. PyTorch publishes an index of CPU builds.
 export TORCH_INDEX ?=
 
 .PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint docs extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
@@ -33,7 +33,7 @@ help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
 AREAL := $(BIN)/areal
-# As a setting of `areal`, where a variable has a value.
+# Setting `field=value` of `areal` if the variable has a value, else nothing.
 set = $(if $(2),'$(1)=$(2)')
 
 train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
@@ -99,7 +99,7 @@ up: $(SETUP) ## start Prefect and MLflow and leave them running: PREFECT_PORT= M
 down: $(SETUP) ## stop the servers that `make up` started
 	@$(AREAL) down
 
-doctor: $(SETUP) ## show what this machine has; describe a model and its prompts: MODEL= ARGS="task=..."
+doctor: $(SETUP) ## check the requirements on this machine; describe a model and its prompts: MODEL= ARGS="task=..."
 	@$(AREAL) doctor $(if $(MODEL),--model '$(MODEL)' $(ARGS))
 
 plan: $(SETUP) ## estimate the GPU memory of an experiment, without a GPU: EXPERIMENT= ARGS="launch.device_memory_gib=80"
@@ -112,14 +112,14 @@ bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
-# Where nothing of a cloud is yet, its state is a file.
+# Terraform's state of `control` is a local file, because no store exists before the first apply.
 TERRAFORM := $(or $(AREAL_TERRAFORM),terraform)
 CONTROL := $(abspath $(or $(AREAL_STATE_DIR),.areal)/control)
 control: ## manage the long-lived AWS parts (network, store, Prefect, MLflow): VARS=file.tfvars ACTION=plan|apply|destroy|output
 	@command -v '$(TERRAFORM)' > /dev/null \
-	  || $(call refuse,$(TERRAFORM) is not on the PATH: needs terraform 1.11 or tofu 1.10$(,) or newer (AREAL_TERRAFORM names one))
+	  || $(call refuse,$(TERRAFORM) is not on the PATH; install terraform 1.11 or tofu 1.10$(,) or newer$(,) or set AREAL_TERRAFORM)
 	@[ '$(ACTION)' = output ] || [ -f '$(VARS)' ] \
-	  || $(call refuse,VARS: must be a file of what infra/terraform/control/variables.tf asks for$(,) got '$(VARS)')
+	  || $(call refuse,VARS: must be a file with the variables of infra/terraform/control/variables.tf$(,) got '$(VARS)')
 	@mkdir -p '$(CONTROL)'
 	@export TF_DATA_DIR='$(CONTROL)/.terraform' && cd infra/terraform/control \
 	  && '$(TERRAFORM)' init -input=false $(if $(AREAL_TERRAFORM_PLUGINS),-plugin-dir='$(AREAL_TERRAFORM_PLUGINS)') \
@@ -127,7 +127,7 @@ control: ## manage the long-lived AWS parts (network, store, Prefect, MLflow): V
 	  && '$(TERRAFORM)' $(or $(ACTION),apply) $(if $(filter output,$(ACTION)),,-var-file='$(abspath $(VARS))')
 
 nodes: $(SETUP) ## manage the AWS nodes of a run by hand: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
-	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/run/variables.tf asks for$(,) got '$(VARS)')
+	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file with the variables of infra/terraform/run/variables.tf$(,) got '$(VARS)')
 	@$(AREAL) nodes '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
 
 cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
@@ -136,7 +136,7 @@ cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
 reap: $(SETUP) ## destroy AWS nodes whose run has no owner: STORE=s3://bucket
 	@$(AREAL) reap $(if $(STORE),--store '$(STORE)')
 
-prune: $(SETUP) ## show what old runs hold and delete it: RUN="first second" OLDER=DAYS YES=1 ARGS="storage.url=s3://bucket/prefix"
+prune: $(SETUP) ## show the disk space of old runs and free it: RUN="first second" OLDER=DAYS YES=1 ARGS="storage.url=s3://bucket/prefix"
 	@$(AREAL) prune $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
 
 clean: ## remove caches and build leftovers; keep .venv and .areal
@@ -148,7 +148,7 @@ refuse = { echo "areal: error: $(1)" >&2; exit 2; }
 $(SETUP): pyproject.toml requirements/constraints.txt
 	@[ "$$(uname -sm)" = "Linux x86_64" ] || $(call refuse,needs Linux on x86-64; this is $$(uname -sm))
 	@[ -n '$(PYTHON)' ] \
-	  || $(call refuse,needs Python 3.11 to 3.13 with its venv module (on Debian: apt install python3-venv); PYTHON=/path/to/python names another)
+	  || $(call refuse,needs Python 3.11 to 3.13 with its venv module (on Debian: apt install python3-venv); set PYTHON=/path/to/python to use another one)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null \
 	  || $(call refuse,PYTHON: must be Python 3.11 to 3.13$(,) got $(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
@@ -160,7 +160,7 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
 	@touch $@
 
-# For tests, which skip by name what is not there.
+# Optional parts for tests. Tests of a missing part are skipped.
 extras: | $(SETUP)
 	-@$(MAKE) -s --no-print-directory $(TASKS_SETUP)
 	-@$(MAKE) -s --no-print-directory sandbox
@@ -168,12 +168,12 @@ extras: | $(SETUP)
 sandbox: | $(SETUP)
 	@$(AREAL) setup sandbox
 
-# Ceph's S3 server, with what it keeps objects in. Packages of Debian's, which root can install.
+# Ceph's S3 server and its object store: Debian packages, which root can install.
 CEPH := radosgw ceph-mon ceph-osd
 radosgw:
 	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } > /dev/null \
 	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(CEPH) > /dev/null; } \
-	  || $(call refuse,Ceph could not be installed (on Debian: apt install $(CEPH)); make test-s3 needs it)
+	  || $(call refuse,make test-s3 needs Ceph$(,) which could not be installed; on Debian: apt install $(CEPH))
 
 reasoning: $(TASKS_SETUP) ## install reasoning-gym, for task=reasoning_gym
 
@@ -193,7 +193,7 @@ $(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
 	@.venv-mutants/bin/pip $(INSTALL) --requirement requirements/mutants.txt
 	@touch $@
 
-# In an environment of its own: it pins what others pin otherwise.
+# In its own environment: its pinned versions conflict with the others.
 $(CHECKOV_SETUP): requirements/checkov.txt
 	@$(PYTHON) -m venv .venv-checkov
 	@.venv-checkov/bin/pip $(INSTALL) --requirement requirements/checkov.txt

@@ -1,2 +1,5 @@
-"""One runnable module a question: `python -m benchmarks.NAME`. The last line printed is one JSON object,
-whose `machine` says what it ran on: revision, processor, and GFLOP/s of one large product on a core of it."""
+"""Benchmarks: one runnable module per question, `python -m benchmarks.NAME`.
+
+The last line printed is one JSON object. Its `machine` has the revision, the processor, and the GFLOP/s of one large
+matrix product on one core.
+"""

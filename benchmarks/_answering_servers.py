@@ -1,11 +1,10 @@
-"""Generation servers that answer with what was encoded before, in a process of its own: what remains to be measured is
-who asks them. They speak vLLM's routes as far as a controller does.
+"""Generation servers that return responses encoded in advance, so that a measurement covers only the controller.
 
     python -m benchmarks._answering_servers --servers 8 --tokens 8192 [--hold]
 
-The first line on standard output has their URLs. With `--hold` a completion runs until it is interrupted, and has half
-of its tokens then; without, it is answered at once. A line on standard input is answered with one that counts the
-completions that run.
+The servers implement the vLLM routes that a controller uses. The first line on standard output has their URLs. Without
+`--hold` a server completes each request at once. With `--hold` a completion runs until it is interrupted, and then has
+half of its tokens. For each line on standard input, the process prints the number of running completions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ END = 0  # the token that ends a completion
 
 
 def body(tokens: int, *, ended: bool) -> bytes:
-    """A response with one completion, of a policy with 150,000 tokens."""
+    """Response with one completion, for a vocabulary of 150,000 tokens."""
     ids = [100_000 + place % 50_000 for place in range(tokens - ended)] + [END] * ended
     choice = {
         "index": 0,
@@ -39,7 +38,7 @@ def body(tokens: int, *, ended: bool) -> bytes:
 
 
 class Server:
-    """One of them."""
+    """One such server."""
 
     def __init__(self, tokens: int, *, hold: bool) -> None:
         self._ended, self._begun = body(tokens, ended=True), body(tokens // 2, ended=False)

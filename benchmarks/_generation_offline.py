@@ -1,8 +1,9 @@
-"""What `benchmarks.generation` measures without a server, in a process of its own on one core: a request is a line of
-JSON on stdin, its result a line on stdout.
+"""Measurements of `benchmarks.generation` without a server, in a process of their own on one core.
+
+A request is a line of JSON on stdin, and its result a line of JSON on stdout:
 
     generate: transformers' `generate()`, batches for `seconds`
-    gemm: floating-point operations a second of one large float32 product
+    gemm: floating-point operations per second of one large float32 product
     stage: milliseconds to stage 100M parameters from a file, to swap them in, and to copy as many bytes
 """
 

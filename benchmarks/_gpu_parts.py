@@ -52,7 +52,7 @@ _UPDATE, _UPDATE_FLOAT32 = 32.0, 64.0
 
 @dataclass(frozen=True)
 class Size:
-    """How much a part does."""
+    """Amount of work of a part."""
 
     models: Mapping[str, ModelSpec]  # of `train` and `decode`
     tokens: int  # of a batch of `train`
@@ -90,7 +90,7 @@ def tiny(tokens: int) -> Size:
 
 
 def agree(size: Size, device: torch.device) -> dict[str, Any]:
-    """Whether the engines on the device compute what the training engine computes on the CPU in float32."""
+    """Compare the engines on the device with the training engine on the CPU in float32."""
     torch.set_float32_matmul_precision("highest")  # no TF32
     spec = size.agreeing
     versions = [_random_weights(spec, seed) for seed in (1, 2)]
@@ -99,7 +99,7 @@ def agree(size: Size, device: torch.device) -> dict[str, Any]:
     version = batch.versions[mask]  # [T], as of all that follows
 
     def passes(device: torch.device, dtype: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Log-probabilities under each version, [2, T], and what a training step adds to the second one's weights."""
+        """Log-probabilities under each version, [2, T], and the update of the second by a training step."""
         training = TrainingConfig(
             # A step as smooth in the gradient as the comparison needs, so large that rounding the weights is nothing.
             dtype=dtype, minibatches=1, learning_rate=100.0, adam_eps=1.0,
@@ -150,8 +150,10 @@ def agree(size: Size, device: torch.device) -> dict[str, Any]:
 def _across_a_swap(
     size: Size, versions: Sequence[Mapping[str, Tensor]], device: torch.device
 ) -> tuple[TrainingBatch, int]:
-    """Completions that the embedded engine sampled on the device, half of their tokens before a swap of weights and
-    half after it, one group wholly after it: as a batch, and how many tokens have a wrong version."""
+    """Sample on the device with the embedded engine, and swap the model weights in the middle.
+
+    Half of the tokens come before the swap and half after it; one group is sampled completely after it. Return the
+    batch and the number of tokens with a wrong version."""
     spec, rng, n = size.agreeing, np.random.default_rng(0), 4
     engine = Engine(
         spec,
@@ -202,7 +204,8 @@ def _across_a_swap(
 
 
 def _random_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """On the CPU, so that every device has the same. Large enough that no two tokens are alike, biases included."""
+    """Random model weights, made on the CPU so that every device has the same.
+    They are large enough to make all tokens differ, and include biases."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.03 * torch.randn(tensor.shape, generator=generator)
@@ -219,8 +222,8 @@ def _epsilon(dtype: str) -> float:
 
 
 def _mean_bound(dtype: str, spec: ModelSpec) -> float:
-    """Of the mean difference of log-probabilities: passes in `dtype`, results of log(vocabulary) nats in float32. The
-    bound of the KL is its square: k3 of a difference d is about d^2 / 2."""
+    """Bound of the mean difference of log-probabilities: passes in `dtype`, results of log(vocabulary) nats in float32.
+    The bound of the KL is its square, because k3 of a difference d is about d^2 / 2."""
     return _MEAN * _epsilon(dtype) + 2 * math.log(spec.vocab_size) * _epsilon("float32")
 
 
@@ -228,7 +231,7 @@ def _mean_bound(dtype: str, spec: ModelSpec) -> float:
 
 
 def train(size: Size, device: torch.device) -> dict[str, Any]:
-    """Speed, MFU and memory of training each model, with activations kept and recomputed."""
+    """Measure speed, MFU and memory of training for each model, with activations kept and recomputed."""
     result: dict[str, Any] = {"microbatch_tokens": size.microbatch_tokens}
     for name, spec in size.models.items():
         batch = long_tailed(size.tokens, spec.vocab_size, size.microbatch_tokens)
@@ -243,7 +246,8 @@ def train(size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> TrainingBatch:
-    """A batch of about so many tokens, one minibatch; pi_behav is uniform, as a model with random weights nearly is."""
+    """A batch of about this many tokens in one minibatch.
+    pi_behav is uniform, as it nearly is for a model with random weights."""
     rng = np.random.default_rng(seed)
     prompts: list[int] = []
     completions: list[int] = []
@@ -307,7 +311,7 @@ def _training(
 
 
 def decode(size: Size, device: torch.device) -> dict[str, Any]:
-    """Speed of the embedded engine with each model, and the time that new weights take to it."""
+    """Measure the decoding speed of the embedded engine with each model, and the time to load a version."""
     result: dict[str, Any] = {"prompt_tokens": size.prompt}
     for name, spec in size.models.items():
         weights = init_weights(spec, 0, device.type)
@@ -339,7 +343,7 @@ def _decoding(
         )
 
     def step() -> int:
-        """One step; returns how many tokens it sampled."""
+        """Run one step; return the number of sampled tokens."""
         before = engine.stats.generated_tokens
         engine.step()
         return engine.stats.generated_tokens - before
@@ -405,12 +409,12 @@ PARTS: dict[str, Callable[[Size, torch.device], dict[str, Any]]] = {"agree": agr
 
 
 def _engine_device(device: torch.device) -> str:
-    """With its index, a CPU is a device like others to the embedded engine, which then decodes with torch."""
+    """The device with its index. With an index, the embedded engine decodes with torch on a CPU too."""
     return "cpu:0" if device.type == "cpu" else device.type
 
 
 def _free(device: torch.device) -> None:
-    """Give back what earlier engines held, and count the peak anew."""
+    """Free the memory of earlier engines, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -423,7 +427,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result and the seconds until the device has finished it."""
+    """The result, and the seconds until the device has finished it."""
     _synchronize(device)
     start = time.perf_counter()
     result = work()
@@ -443,7 +447,7 @@ def main() -> None:
     try:
         if device.type == "cuda":
             if not torch.cuda.is_available():
-                raise ArealError("--device: torch sees no CUDA device; --device cpu --tiny runs the same code on a CPU")
+                raise ArealError("--device: must be cpu, as torch finds no CUDA device; add --tiny for a short run")
             result["device"] = torch.cuda.get_device_name(device)
         if arguments.tiny:
             torch.set_num_threads(1)  # two would only wait for each other at this size

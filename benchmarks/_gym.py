@@ -1,4 +1,4 @@
-"""Does the verifier of reasoning-gym give what each data set's own rule gives? A part of `benchmarks.verifiers`."""
+"""Part of `benchmarks.verifiers`: compare our reasoning-gym verifier with the rule of each data set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure_gym(seed: int) -> dict[str, Any]:
                 verdict = judged(name, seed, draw, made[draw], gold)
                 right += verdict.score == 1.0
                 if verdict.score != 1.0:
-                    tell(f"{name}: {verdict.score} for its own answer {gold!r} of draw {draw}")
+                    tell(f"{name}: score {verdict.score} for the gold answer {gold!r} of draw {draw}")
         rule = package.create_dataset(name, seed=seed, size=20)
         for answer in (*hedges(*golds[:2]), *ODD):
             try:
@@ -53,7 +53,7 @@ def measure_gym(seed: int) -> dict[str, Any]:
             found["gym_raised"] += score is None
             if (score or 0.0) > (own := own_score(rule, made[0], answer)) + 1e-9:
                 found["gym_hedge"] += 1
-                tell(f"{name}: {score}, by its own rule {own}: {answer[:60]!r}")
+                tell(f"{name}: score {score}, but {own} by the rule of the data set: {answer[:60]!r}")
     return found | {"gym_gold": round(right / total, 4), "gym_unmeasured": unmeasured}
 
 
@@ -69,7 +69,7 @@ def hedges(gold: str, another: str) -> Iterator[str]:
 
 
 def own_score(rule: Any, made: dict[str, Any], answer: str) -> float:
-    """What the data set's own rule gives to an answer of this file; nothing where it raises, or never ends."""
+    """Score of an answer by the rule of the data set; 0 if the rule raises an error."""
     if "**" in answer and answer in ODD:
         return 0.05
     try:
@@ -83,7 +83,7 @@ def own_score(rule: Any, made: dict[str, Any], answer: str) -> float:
 
 
 def _moved(told: dict[str, Any]) -> str:
-    """Boxnet: each box along its row and then its column, one move a step."""
+    """Solve Boxnet: move each box along its row and then its column, one move per step."""
     squares = {item: key.split("_") for key, items in told["initial_state"].items() for item in items}
     plan = []
     for box in (item for item in squares if item.startswith("box_")):
@@ -99,7 +99,7 @@ def _moved(told: dict[str, Any]) -> str:
 
 
 def _unjammed(told: dict[str, Any]) -> str:
-    """Rush hour: moves that a breadth-first search finds. A state is the first cell of each piece."""
+    """Solve Rush Hour by breadth-first search; return the moves. A state holds the first cell of each piece."""
     board = told["board_config"]
     cells = {piece: [i for i, at in enumerate(board) if at == piece] for piece in sorted({*board} - {"o", "x", "."})}
     names, walls = list(cells), {i for i, at in enumerate(board) if at == "x"}

@@ -1,5 +1,7 @@
-"""What every benchmark shares: its command line, progress, arms in turns, processes of one thread, histories of runs,
-and the last line, which says what it was measured on: speeds are those of one revision and one machine."""
+"""Shared parts of the benchmarks: command line, progress, order of arms, processes and run histories.
+
+Every result names the revision and the machine that it was measured on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ NEVER = 100_000  # steps between two evaluations beside the training, which woul
 
 
 def parser(text: str | None, *, overrides: bool = True) -> argparse.ArgumentParser:
-    """The parser of a benchmark with docstring `text`; with `overrides` of its runs, use `parse_intermixed_args`."""
+    """Argument parser of a benchmark with docstring `text`.
+    With `overrides` of its runs, use `parse_intermixed_args`."""
     made = argparse.ArgumentParser(description=(text or "").partition("\n\n")[0])
     if overrides:
         made.add_argument("overrides", nargs="*", metavar="field=value")
@@ -34,34 +37,34 @@ def parser(text: str | None, *, overrides: bool = True) -> argparse.ArgumentPars
 
 
 def numbers(text: str) -> list[int]:
-    """`1,2,3`, distinct and not negative: an argument's type."""
+    """Argument type: distinct numbers of at least 0, as in `1,2,3`."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 0 or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"must be distinct whole numbers from 0 on, got {text}")
+        raise argparse.ArgumentTypeError(f"must be distinct whole numbers of at least 0, as in 1,2,3, got {text}")
     return found
 
 
 def positive(text: str) -> int:
-    """The type of an argument that is a count."""
+    """Argument type: a number of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that chooses, `a,b`."""
+    """Argument type: a comma-separated choice, as in `a,b`."""
 
     def chosen(text: str) -> list[str]:
         names = text.split(",")
         if not set(names) <= set(known):
-            raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be a comma-separated list of {','.join(known)}, got {text}")
         return names
 
     return chosen
 
 
 def report(measure: Callable[[], Mapping[str, Any]]) -> None:
-    """Measure, and print what was measured, and on what, as one line of JSON; an error of a user's ends in one line."""
+    """Run `measure` and print its result and the machine as one line of JSON; print user errors as one line."""
     try:
         print(last_line(measure()))
     except ArealError as error:
@@ -69,19 +72,19 @@ def report(measure: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def tell(line: str) -> None:
-    """Progress, beside the result."""
+    """Print a progress line, apart from the result."""
     print(line, file=sys.stderr, flush=True)
 
 
 def in_turns(arms: Sequence[str], turn: int) -> list[str]:
-    """All arms; which comes first changes from turn to turn."""
+    """All arms, in an order that rotates from turn to turn."""
     first = turn % len(arms)
     return [*arms[first:], *arms[:first]]
 
 
 @contextmanager
 def scratch_runs() -> Iterator[list[str]]:
-    """Overrides of untracked runs that leave nothing behind."""
+    """Overrides for untracked runs that leave no files behind."""
     with tempfile.TemporaryDirectory(prefix="areal-bench-") as state:
         yield [f"state_dir={state}", f"storage.url={state}/storage", "tracking.enabled=false"]
 
@@ -96,7 +99,7 @@ def history(config: RunConfig, run_id: str) -> dict[str, dict[int, float]]:
 
 
 def processes(count: int) -> ProcessPoolExecutor:
-    """Processes of one thread each that have done nothing else and end with this one."""
+    """Context manager for fresh processes of one thread each, which end with this process."""
     from areal_core.launch import process
     from areal_core.launch.supervisor import CHILD_ENV
 
@@ -106,13 +109,15 @@ def processes(count: int) -> ProcessPoolExecutor:
 
 
 def last_line(result: Mapping[str, Any]) -> str:
-    """What was measured, and on what, as JSON."""
+    """The result and the machine, as one line of JSON."""
     return json.dumps({**result, "machine": machine()})
 
 
 def machine() -> dict[str, Any]:
-    """Revision of these sources ("+" where they were changed since), processor, cores that this process may use, and
-    GFLOP/s of one large float32 product on one of them, now: what speeds can be related to."""
+    """Facts about this machine, to relate speeds to.
+
+    They are the revision of these sources ("+" if changed), the processor, the number of usable cores, and the GFLOP/s
+    of one large float32 product on one core at this moment."""
     return {
         "revision": revision(),
         "cpu": _processor(),
@@ -122,7 +127,7 @@ def machine() -> dict[str, Any]:
 
 
 def revision() -> str | None:
-    """AREAL_REVISION, or by git with "+" if tracked files have changed; None where there is neither."""
+    """AREAL_REVISION, or the git revision, with "+" if tracked files have changed; None if neither exists."""
     if named := os.environ.get("AREAL_REVISION"):
         return named
     git = ["git", "-C", str(Path(__file__).parent)]
@@ -137,7 +142,7 @@ def revision() -> str | None:
 
 
 def _processor() -> str:
-    """Its name, and the widest vectors that it has: clouds leave the model out of the name."""
+    """Name of the processor and its widest vector extension: clouds leave the model out of the name."""
     described = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*: (.*)$", described, re.MULTILINE)
     flags = re.search(r"^flags\s*: (.*)$", described, re.MULTILINE)

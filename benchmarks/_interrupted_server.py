@@ -1,8 +1,8 @@
-"""Generation alone under updates, for `benchmarks.interruption`: one embedded server on one core that never lacks work,
-and new weights at a fixed pace.
+"""Generation under updates without a trainer, for `benchmarks.interruption`.
 
-Completions of the long-tail task's prompts, each as long as the worked solution. A pool of one server loads another
-version every `period_s`, with each kind of interruption in turn; tokens are those of the server's own counter.
+One embedded server on one core always has work and gets new model weights at a fixed interval. It completes prompts of
+the long-tail task, each with the length of the worked solution. A pool of one server loads another version every
+`period_s`, with each kind of interruption in turn. Tokens come from the server's own counter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAD_IN_S = 1.0
 def measure(
     config: RunConfig, arms: Sequence[str], *, rounds: int, seconds: float, period_s: float, log: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Generated tokens a second of every arm in every round; who goes first changes from round to round."""
+    """Generated tokens per second of every arm in every round. The first arm changes from round to round."""
     cores = sorted(os.sched_getaffinity(0))
     base = base_model(config, log)
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -51,7 +51,7 @@ def measure(
                 for arm in in_turns(arms, number):
                     speed = asyncio.run(_window(url, config, arm, versions, seconds, period_s))
                     speeds[arm].append(speed)
-                    log(f"server, round {number + 1} of {rounds}: {arm} {speed:.0f} tokens/s")
+                    log(f"server, round {number + 1} of {rounds}: {arm}: {speed:.0f} tokens/s")
         finally:
             child.end()
             os.sched_setaffinity(0, set(cores))
@@ -59,7 +59,7 @@ def measure(
 
 
 class _Versions:
-    """Ever higher version numbers of two sets of weights in turn."""
+    """Ascending version numbers of two sets of model weights in turn."""
 
     def __init__(self, base: Path, scratch: Path) -> None:
         arrays = load_file(base / "model.safetensors")
@@ -102,7 +102,7 @@ async def _window(url: str, config: RunConfig, arm: str, versions: _Versions, se
 
 
 def _requests(config: RunConfig) -> Iterator[GenerationRequest]:
-    """Groups of the training prompts, the same in every window."""
+    """Groups of training prompts, the same in every window."""
     task, tokenizer = config.task, char_tokenizer()
     for number in itertools.count():
         chain = training_chain(config.seed, number, task.max_operations, task.length_decay)

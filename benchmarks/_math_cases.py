@@ -1,4 +1,4 @@
-"""Mathematical answers whose verdicts are beyond doubt, and the speed of the verdicts: for `benchmarks.verifiers`."""
+"""Part of `benchmarks.verifiers`: mathematical answers with undisputed verdicts, and the speed of verdicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LETTERS = "abcdkmnpqrtuvxyz"
 
 
 def long_cases() -> Iterator[tuple[str, str, bool]]:
-    """Gold answer, completion, whether it is right: completions too long for a file."""
+    """Gold answer, completion and correctness of each case whose completion is too long for a file."""
     yield "3", r"\boxed{3}" + " filler 5" * 60_000, True
     yield "3", "1," * 200_000, False
     yield "3", " \t" * 300_000 + "3", True
@@ -42,7 +42,7 @@ def long_cases() -> Iterator[tuple[str, str, bool]]:
 
 
 def cases() -> Iterator[tuple[str, str, bool]]:
-    """Gold answer, completion, whether it is right."""
+    """Gold answer, completion and correctness of each case."""
     for line in CASES.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         yield gold_answer(str(case["gold"])) or str(case["gold"]), case["completion"], case["expected"]
@@ -50,7 +50,7 @@ def cases() -> Iterator[tuple[str, str, bool]]:
 
 
 def formulas(count: int, seed: int) -> list[tuple[str, str, bool]]:
-    """Distinct pairs of formulas, every other pair equal."""
+    """Distinct pairs of formulas; every other pair is equal."""
     rng, made = random.Random(seed), list[tuple[str, str, bool]]()
     for place in range(count):
         x, y = rng.sample(LETTERS, 2)
@@ -104,7 +104,7 @@ def _per_cpu_s(judged: list[tuple[str, str, bool]]) -> int:
 
 
 class _Completing:
-    """A server that completes at once, with the text that is given for a problem."""
+    """Server that completes each request at once with the text given for its problem."""
 
     url = "stand-in"
 
@@ -118,7 +118,7 @@ class _Completing:
 
 
 async def _mixed(judged: list[tuple[str, str, bool]], at_once: int) -> int:
-    """Verdicts of the evaluator that are not those of their problems."""
+    """Number of verdicts that the evaluator assigns to a wrong problem."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(code): code for code in range(128)}))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     inner.decoder = tokenizers.decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Peak memory of what a benchmark has started."""
+"""Peak memory of the processes that a benchmark starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LOOK_S = 1.0  # between two looks
 
 
 class PeakMemory:
-    """The most memory in bytes that the processes which this one has started had at once, of shared pages each one's
-    part. A context."""
+    """Context manager that measures the peak memory of all child processes together, in bytes.
+    Shared pages count proportionally."""
 
     def __init__(self) -> None:
         self.peak = 0

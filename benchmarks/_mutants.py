@@ -1,4 +1,4 @@
-"""Programs with one operator changed, and which of these changes make no difference."""
+"""Programs with one changed operator (mutants), and a list of equivalent mutants."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class Mutant:
 
 
 def mutants(source: str, first_line: int, rng: random.Random) -> Iterator[Mutant]:
-    """All changes from `first_line` on, one by one, in an order that `rng` draws: of a comparison, an arithmetic
-    operator, a boolean, or a number; where there is none of these, of a text, and else of what is returned."""
+    """Yield all mutants from `first_line` on, in an order drawn from `rng`.
+
+    Each changes one comparison, arithmetic operator, boolean or number. Without any of these, it changes a text;
+    without texts, the returned value."""
     tree = ast.parse(source)
     nodes = [(place, node) for place, node in enumerate(ast.walk(tree)) if getattr(node, "lineno", 0) >= first_line]
     kinds = (_operator, _text, _returned)
@@ -102,18 +104,18 @@ def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
 
 
 EQUIVALENT = {  # problem, change: why it makes no difference
-    ("own/2", "1:41 1 -> 2"): "no number is divided by the next one",
-    ("HumanEval/25", "11:11 1 -> 2"): "2 is never left over: it is divided by while i is 2, which n = 2 still allows",
-    ("HumanEval/35", "3:11 e > m -> e >= m"): "a value in place of an equal one",
+    ("own/2", "1:41 1 -> 2"): "no number is divisible by the next one",
+    ("HumanEval/25", "11:11 1 -> 2"): "n never stays 2: the loop divides by i = 2, which n = 2 still allows",
+    ("HumanEval/35", "3:11 e > m -> e >= m"): "replaces a value by an equal one",
     ("HumanEval/89", "5:33 2 * 2 -> 2 + 2"): "both are 4",
     ("HumanEval/99", "14:9 len(value) > 0 -> len(value) >= 0"): "float('') has raised before",
-    ("HumanEval/114", "5:16 0 -> 1"): "the sums are whole: below 1 is below 0, or 0, which becomes 0",
+    ("HumanEval/114", "5:16 0 -> 1"): "the sums are integers: below 1 means below 0, or 0, which becomes 0",
     (
         "HumanEval/116",
         "1:52 2 -> 3",
-    ): "the numbers are not negative: each but 0, which comes first anyway, counts 1 less",
-    ("HumanEval/135", "4:9 arr[i] < arr[i - 1] -> arr[i] <= arr[i - 1]"): "no value is there twice, the task says",
+    ): "the numbers are not negative: each counts 1 less except 0, which comes first anyway",
+    ("HumanEval/135", "4:9 arr[i] < arr[i - 1] -> arr[i] <= arr[i - 1]"): "the task excludes duplicate values",
     ("HumanEval/139", "3:19 1 -> 2"): "the first round multiplies by 1",
-    ("HumanEval/154", "4:27 1 -> 2"): "the last slice is shorter than what it is compared with",
+    ("HumanEval/154", "4:27 1 -> 2"): "the last slice is shorter than the compared text",
     ("HumanEval/163", "2:16 8 -> 9"): "9 is not even",
 }

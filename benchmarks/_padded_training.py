@@ -1,7 +1,8 @@
-"""Training without packing, in plain torch, for `benchmarks.training` to compare with.
+"""Training without packing, in plain torch: the baseline of `benchmarks.training`.
 
-As fast as it can be without: sequences padded on the right to the longest of their micro-batch, so that causal
-attention needs no mask; logits of completion tokens alone; the fused optimiser. The loss is the system's own.
+It is optimised as far as padding allows. Sequences are padded on the right to the longest of their micro-batch, so that
+causal attention needs no mask. Logits are computed for completion tokens only. The optimiser is fused, and the loss is
+that of this system.
 Axes: N sequences, L tokens of the longest, H heads, D width of a head, A completion tokens.
 """
 
@@ -26,8 +27,8 @@ from areal_core.types import Float32Array
 
 
 def sorted_cut(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Sequences by length, cut where padding to the longest of a micro-batch would make more than `capacity` tokens.
-    A sequence longer than that stands alone."""
+    """Sort sequences by length and cut them so that no micro-batch exceeds `capacity` tokens, padding included.
+    A longer sequence gets a micro-batch of its own."""
     cut: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         if cut and lengths[cut[-1][0]] * (len(cut[-1]) + 1) <= capacity:
@@ -39,7 +40,7 @@ def sorted_cut(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padded:
-    """A micro-batch. A sequence's last token is a target only, never an input."""
+    """A padded micro-batch. The last token of a sequence is only a target, never an input."""
 
     inputs: Tensor  # [N, L - 1] token ids; padding is token 0
     rows: Tensor  # [A] inputs that predict a completion token, as places in the flattened [N x (L - 1)]
@@ -64,8 +65,8 @@ def pad(batch: TrainingBatch, members: Sequence[int]) -> Padded:
 
 
 class PaddedTraining:
-    """A policy and its optimiser. `capacity` bounds the tokens of a length-sorted micro-batch, padding included; None:
-    the whole batch is one."""
+    """A policy and its optimiser.
+    `capacity` bounds the tokens of a length-sorted micro-batch, padding included; None: one micro-batch."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class PaddedTraining:
         ]
 
     def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
-        """One update of the weights from the whole batch; returns the loss."""
+        """Update the model weights once from the whole batch; return the loss."""
         total = 0.0
         for padded in self.cut(batch):
             loss = self._loss(batch, padded, proximal)

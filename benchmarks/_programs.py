@@ -1,4 +1,4 @@
-"""The half of `benchmarks.verifiers` that judges programs."""
+"""Part of `benchmarks.verifiers`: the verifier for programs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def measure_programs(data: Path | None, seed: int) -> dict[str, Any]:
     per_cpu_s = len(found) / (_cpu_s() - before)
     for problem in found:
         if problem["task_id"] not in passed:
-            tell(f"{problem['task_id']}: its own solution does not pass")
+            tell(f"{problem['task_id']}: the reference solution fails its tests")
     return {
         "human_eval_pass": len(passed),
         "human_eval_problems": len(found),
@@ -79,27 +79,27 @@ def measure_programs(data: Path | None, seed: int) -> dict[str, Any]:
 
 
 def _cpu_s() -> float:
-    """Of this process and of the sandboxes that it has waited for."""
+    """CPU seconds of this process and of the sandboxes that it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def code_cases(verify: Programs) -> dict[str, int]:
-    """Answers written as a benchmark's rules allow, and wrong ones beside them."""
+    """Verdicts on correct answers in every form that a benchmark allows, and on incorrect ones."""
     correct = accepted = 0
     for case in CASES:
         found = verify(_task(case["answer"], case["case"]), case["completion"]).outcome
         correct += found == case["expected"]
         accepted += found is Outcome.CORRECT and case["expected"] != Outcome.CORRECT
         if found != case["expected"]:
-            tell(f"code case {case['case']!r}: {found} instead of {case['expected']}")
+            tell(f"code case {case['case']!r}: got {found}, expected {case['expected']}")
     return {"code_cases_correct": correct, "code_cases": len(CASES), "code_cases_false_accept": accepted}
 
 
 def problems(data: Path | None) -> list[Problem]:
-    """HumanEval's where its file is, else those of this package."""
+    """Problems of HumanEval from the folder `data`; those of this package if it is None. Raises ConfigError."""
     path = OWN if data is None else data / FILE
     if not path.is_file():
-        raise ConfigError(f"--data: {path} is not there")
+        raise ConfigError(f"--data: must be a folder with the file {path.name}, got {path.parent}")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -120,8 +120,10 @@ def _task(tests: Mapping[str, Any], name: str = "") -> Prompt:
 
 
 def mutants_pass(found: Sequence[Problem], seed: int) -> dict[str, Any]:
-    """A mutant of each solution. One that passes is drawn again if it gives what the original gives for everything
-    that the problem's own tests ask, unless it is known to be equivalent: no verifier could tell it by these tests."""
+    """Test one mutant of each solution; return how many pass.
+
+    A passing mutant is replaced if it agrees with the original on every input of the problem's tests, because no
+    verifier could tell them apart. Known equivalent mutants are not replaced."""
     verify = Programs(EnvironmentConfig(verifier="code", program_cpu_s=2))
     equivalent, redrawn, unexplained = 0, 0, 0
     for problem in found:
@@ -132,14 +134,14 @@ def mutants_pass(found: Sequence[Problem], seed: int) -> dict[str, Any]:
                 break
             if reason := EQUIVALENT.get((name, mutant.change)):
                 equivalent += 1
-                tell(f"{name}: {mutant.change} passes; it is equivalent: {reason}")
+                tell(f"{name}: mutant {mutant.change} passes; it is equivalent: {reason}")
                 break
             if differs(problem, mutant.source):
                 unexplained += 1
-                tell(f"{name}: {mutant.change} passes, and gives something else for what the tests ask")
+                tell(f"{name}: mutant {mutant.change} passes, although its results differ on the inputs of the tests")
                 break
             redrawn += 1
-            tell(f"{name}: {mutant.change} passes, as the tests ask for nothing that it changes; drawn again")
+            tell(f"{name}: mutant {mutant.change} passes, as no test input shows the change; drawing another one")
         else:
             unexplained += 1
             tell(f"{name}: every mutant passes")
@@ -168,8 +170,8 @@ names["check"](candidate)
 
 
 def differs(problem: Problem, mutant: str) -> bool:
-    """Whether a mutant gives something else than the original for anything that the problem's tests ask. Side by side
-    in one process, without the verifier: neither is hostile."""
+    """Whether a mutant and the original differ on any input of the problem's tests.
+    Runs both in one process without the verifier, as neither is hostile."""
     program = _BOTH.replace("PROBLEM", repr(dict(problem))).replace("MUTANT", repr(mutant))
     sandbox = Sandbox("bubblewrap", memory_mib=1024, processes=8)
     result = sandbox.run(program, b"", Limits(cpu_s=20, wall_s=120, output_bytes=2**24))
@@ -192,8 +194,7 @@ def attacks_contained() -> dict[str, Any]:
 
 
 class Machine:
-    """This machine as attacks find it: a secret in its files, its environment and the tests, and services that nobody
-    should reach."""
+    """The attacked machine: a secret in its files, environment and tests, and services that must stay unreachable."""
 
     def __init__(self) -> None:
         self._secret = SECRET + secrets.token_hex(8)
@@ -230,7 +231,7 @@ class Machine:
         return service
 
     def harm(self, attack: Attack, forms: Sequence[str] = FORMS) -> list[str]:
-        """What an attack achieves as a script, and as an answer to some forms of tests; nothing, if it is contained."""
+        """Harm that an attack does as a script and as an answer to several forms of tests; empty if it is contained."""
         program = self._aimed(attack.program)
         before, host = set(_children()), os.uname().nodename
         began = time.monotonic()
@@ -255,7 +256,7 @@ class Machine:
         return harm
 
     def tasks(self) -> dict[str, Prompt]:
-        """The same question, whose answer is the secret, by form of tests."""
+        """Tasks with the same question, whose answer is the secret, by form of tests."""
         check = f"def check(candidate):\n    for n in (1, 2):\n        assert candidate(n) == {self._secret!r}\n"
         prompt = 'def answer(n):\n    """The secret."""\n'
         return {
@@ -292,7 +293,7 @@ def _was_reached(service: socket.socket) -> bool:
 
 
 async def _per_s(found: Sequence[Problem]) -> float:
-    """Verdicts a second of right solutions, in the reward workers of a run."""
+    """Verdicts per second on correct solutions, with the reward workers of a run."""
     pool = RewardPool(WORKERS, timeout_s=300, function=_verdict)
     try:
         await asyncio.gather(*(pool.ask(found[0]) for _ in range(2 * WORKERS)))  # they have started

@@ -1,4 +1,4 @@
-"""Held-out accuracy of versions, scored in the process that makes them, between two of its steps."""
+"""Scores the held-out accuracy of versions in the training process, between two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.offline import OfflineEngine
 
 
 class Scorer:
-    """Scores versions of one model with one greedy completion of every held-out prompt."""
+    """Scores versions of one model with one greedy completion per held-out prompt."""
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         self._tokenizer = Tokenizer.from_folder(model_path)
@@ -42,7 +42,7 @@ class Scorer:
         ]
 
     def accuracy(self, version: PolicyVersion) -> float:
-        """Share of the prompts whose completion is right; version 0 is the model folder."""
+        """Share of prompts with a correct completion; version 0 is the model folder."""
         arrays = read_arrays(version.path, self._spec) if version.version == 0 else weights.load(version)
         self._engine.swap(self._engine.prepare(arrays), version.version)
         completions = self._engine.generate(self._requests)

@@ -1,8 +1,7 @@
-"""What the ratios of `benchmarks.emulated` hang on: parameters over a range, one at a time, by the time model.
+"""Sensitivity of the ratios of `benchmarks.emulated`: the time model with one parameter varied at a time.
 
-After every change `decode_overhead_s` is fitted again to the synchronous step of the first row, as it is in the
-configuration, so that what is shown is what the other rows would have been predicted to be. The last variations set
-it instead.
+After every change `decode_overhead_s` is fitted again to the synchronous step of the first row, as in the
+configuration. So each variation shows its prediction for the other rows. The last variations set the overhead instead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FITS = 2  # corrections; a step's time grows with the overhead all but linearly
 
 @dataclass(frozen=True, kw_only=True)
 class Arms:
-    """One row: the same cluster in both modes."""
+    """One row: a cluster in both modes."""
 
     sync: RunConfig
     asynchronous: RunConfig
@@ -32,7 +31,7 @@ class Arms:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Emulated seconds of a step of one row, and of a decode step's overhead."""
+    """Emulated seconds of a training step of one row, and the overhead of a decode step."""
 
     overhead_s: float
     sync_s: float
@@ -56,7 +55,7 @@ def _scaled(field: str, factor: float) -> Vary:
 
 
 def _spread(sigma: float) -> Vary:
-    """Another spread of lengths; their mean before the limit stays."""
+    """Change the spread of the lengths and keep their mean before the limit."""
 
     def vary(config: RunConfig) -> RunConfig:
         its = config.emulation
@@ -88,7 +87,7 @@ def _in_flight(factor: float) -> Vary:
 
 
 def _split(servers: int, ranks: int) -> Vary:
-    """Of the devices of synchronous runs, each of whose servers decodes its share of the batch at once."""
+    """Split the devices of synchronous runs. Each server decodes its share of the batch at once."""
 
     def vary(config: RunConfig) -> RunConfig:
         slots = -(-config.rollout.batch_size // servers)
@@ -102,7 +101,7 @@ def _split(servers: int, ranks: int) -> Vary:
 
 
 def _by_layers(config: RunConfig) -> RunConfig:
-    """The overhead of a decode step grows with the layers; it stays as it is at those of the smallest model."""
+    """Scale the overhead of a decode step with the number of layers; the smallest model keeps its overhead."""
     share = MODELS[config.emulation.model].spec.layers / min(model.spec.layers for model in MODELS.values())
     return _scaled("decode_overhead_s", share)(config)
 
@@ -137,7 +136,8 @@ VARIATIONS: dict[str, Vary] = {
 
 
 def study(rows: Rows, fit_to_s: float, names: Sequence[str] = tuple(VARIATIONS)) -> dict[str, dict[str, Steps]]:
-    """Steps by variation and row. `fit_to_s`: seconds of the first row's synchronous step."""
+    """Steps by variation and row.
+    `fit_to_s` is the time of the synchronous step of the first row, in seconds."""
     with _harness.processes(2) as pool:
         found = pool.map(_vary, names, [rows] * len(names), [fit_to_s] * len(names))
         return dict(zip(names, found, strict=True))
@@ -165,7 +165,7 @@ def _vary(name: str, rows: Rows, fit_to_s: float) -> dict[str, Steps]:
 
 
 def fitted(config: RunConfig, vary: Vary, to_s: float) -> float:
-    """The overhead of a decode step with which a synchronous step takes so long; 0 where it takes longer without."""
+    """Fit the overhead of a decode step to the time of a synchronous step; 0 if that takes longer without overhead."""
     overhead_s = config.emulation.decode_overhead_s
     longest = config.task.max_new_tokens * config.emulation.tokens_per_token  # decode steps of a synchronous step
     for _ in range(_FITS):

@@ -1,8 +1,8 @@
-"""How long a step takes in virtual time: emulated engines that don't sleep, and a trainer that takes what the time
-model says. What the real processes need between two steps is left out; `benchmarks.emulated` runs those.
+"""Step times in virtual time: emulated engines without sleep, and a trainer by the time model.
 
-In asynchronous mode a completion that has ended gives its place to another one at once, as Eq. 3 admits them, and a new
-version reaches the servers a transfer later.
+The overhead of real processes between two steps is left out; `benchmarks.emulated` includes it. In asynchronous mode a
+finished completion is replaced at once if Eq. 3 admits another one. A new version reaches the servers after one
+transfer time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REQUESTS = 1_000_000  # more than those of a seed
 
 
 class _Server:
-    """An emulated generation server on a clock of its own."""
+    """Emulated generation server with its own clock."""
 
     def __init__(self, config: RunConfig) -> None:
         self._clock_s = 0.0
@@ -39,7 +39,7 @@ class _Server:
 
     @property
     def now_s(self) -> float:
-        """Emulated."""
+        """Emulated time in seconds."""
         return self._clock_s * _SPEED
 
     @property
@@ -50,11 +50,11 @@ class _Server:
         self._clock_s += seconds
 
     def wait(self, until_s: float) -> None:
-        """Nothing is to be done until then."""
+        """Advance the idle clock to this time."""
         self._clock_s = max(self._clock_s, until_s / _SPEED)
 
     def step(self) -> list[tuple[int, int]]:
-        """The sequences that ended: tokens of the wire, prompt and completion, and the version of the oldest."""
+        """Length (prompt and completion) and oldest policy version of each finished sequence."""
         return [
             (_PROMPT_TOKENS + len(completion.token_ids), int(completion.versions[0]))
             for done in self.engine.step()
@@ -63,7 +63,7 @@ class _Server:
 
 
 def synchronous_s(config: RunConfig) -> float:
-    """Emulated seconds of a step of which everything waits for its longest completion."""
+    """Emulated seconds of a synchronous step, which waits for its longest completion."""
     servers, requests = _servers(config), _requests(config, config.algorithm.group_size)
     for _ in range(config.groups_per_batch):
         min(servers, key=lambda server: server.load).engine.add(next(requests))
@@ -78,13 +78,13 @@ def synchronous_s(config: RunConfig) -> float:
 
 
 def asynchronous_s(config: RunConfig, steps: int = 12) -> float:
-    """Emulated seconds of a step, the mean of the second half of `steps`."""
+    """Emulated seconds of an asynchronous step: the mean of the second half of `steps`."""
     return asynchronous(config, steps)[0]
 
 
 def asynchronous(config: RunConfig, steps: int) -> tuple[float, list[int]]:
-    """The same, and of the completions that these steps train on the versions between that of the oldest token and the
-    one that is trained."""
+    """Emulated seconds of an asynchronous step, and staleness by completion.
+    Staleness counts versions between that of the oldest token and the trained one."""
     servers, requests = _servers(config), _requests(config, 1)
     model, batch, later = TimeModel(config.emulation), config.rollout.batch_size, 1 - 1 / config.training.minibatches
     ready: list[tuple[float, int, int]] = []  # when a sequence ended, its length, its oldest version

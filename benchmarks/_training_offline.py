@@ -1,6 +1,6 @@
-"""What `benchmarks.training` measures without a run, in processes of one thread: batches, arms, and their cost.
+"""Measurements of `benchmarks.training` without a run, in processes of one thread: batches, arms and their cost.
 
-Each function here is the work of one process; what it returns travels back to the benchmark.
+Each function runs in a process of its own and returns its result to the benchmark.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Groups = Iterator[tuple[int, NDArray[np.int32]]]  # tokens of a prompt, [G] of i
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model and how long its sequences are."""
+    """A model and the lengths of its sequences."""
 
     overrides: tuple[str, ...]  # of the default configuration
     groups: Callable[[RunConfig, int], Groups]  # endless, by seed
 
     @property
     def config(self) -> RunConfig:
-        return configuration(None, ["training.minibatches=1", *self.overrides])
+        return configuration({}, ["training.minibatches=1", *self.overrides])
 
 
 def long_tailed(config: RunConfig, seed: int) -> Groups:
@@ -67,7 +67,7 @@ def long_tailed(config: RunConfig, seed: int) -> Groups:
 
 
 def worked_chains(config: RunConfig, seed: int) -> Groups:
-    """As long as the default task's prompts, each with a group of worked solutions and their end tokens."""
+    """Prompts of the default task's length, each with a group of worked solutions and their end tokens."""
     index = 0
     while True:
         chain = training_chain(seed, index, config.task.max_operations, config.task.length_decay)
@@ -98,8 +98,8 @@ SHARING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedBatch(TrainingBatch):
-    """A batch cut into micro-batches of a constant number of sequences, in their order: as many as fit `capacity` if
-    all had the greatest length. Packed as any other."""
+    """A batch cut in order into packed micro-batches of a constant number of sequences.
+    The number is the most that fit `capacity` if all sequences had the greatest length."""
 
     longest: int  # tokens
 
@@ -112,19 +112,19 @@ class FixedBatch(TrainingBatch):
 
 
 class Arm(Protocol):
-    """A way to train."""
+    """An arm: one way to train."""
 
     def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
-        """Cut the batch, pass forward and backward, step the optimiser. Returns the loss."""
+        """Cut the batch, run forward and backward passes, and step the optimiser. Return the loss."""
         ...
 
     def gradient(self) -> Mapping[str, Float32Array]:
-        """That of the first update, clipped, times 1 - beta1."""
+        """Clipped gradient of the first update, times 1 - beta1."""
         ...
 
 
 class PackedArm:
-    """The system's engine as a run has it, on whole sequences or, `shared`, with prompts that are computed once."""
+    """The engine of a run, on complete sequences, or with shared prompts that are computed once."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class PackedArm:
         *,
         shared: bool = False,
     ) -> None:
-        """`capacity`: C; None: that of the batch."""
+        """`capacity` is C; None: that of the batch."""
         self._engine = TorchEngine(spec, weights, config.training, config.algorithm)
         self._capacity = capacity
         self._shared = shared
@@ -156,7 +156,7 @@ class PackedArm:
 
 
 def arms(setting: Setting) -> dict[str, Arm]:
-    """All of them, with the same weights."""
+    """All arms, with the same model weights."""
     config = setting.config
     spec = embedded_spec(config)
     weights = init_weights(spec, 0)
@@ -177,8 +177,10 @@ def packed_arms(setting: Setting, *, shared: bool) -> dict[str, Arm]:
 
 
 def make_batch(setting: Setting, seed: int) -> TrainingBatch:
-    """Groups until there are BATCH_TOKENS tokens: one minibatch, behind an empty one, as the first minibatch of a step
-    needs no pi_prox. Every completion has an advantage, so that no arm leaves any out; tokens are random."""
+    """Make a batch of BATCH_TOKENS tokens in one minibatch, after an empty one.
+
+    So the minibatch needs no pi_prox, like the first of a step. Every completion has an advantage, so that no arm
+    leaves any out. Tokens are random."""
     config, rng = setting.config, np.random.default_rng(seed)
     vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
     for index, (prompt, completions) in enumerate(setting.groups(config, seed)):
@@ -200,7 +202,7 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
 
 
 def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
-    """The batch in micro-batches of whole sequences within `capacity`, "dynamic" or "fixed"."""
+    """Cut the batch into micro-batches of complete sequences within `capacity`: "dynamic" or "fixed"."""
     if how == "dynamic":
         return dataclasses.replace(batch, capacity=capacity, prompts=None)
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
@@ -211,7 +213,7 @@ def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
 
 
 def check(name: str) -> None:
-    """All arms make the same loss and gradient of the same batch, or this raises AssertionError."""
+    """Raise AssertionError unless all arms have the same loss and gradient on the same batch."""
     if name in SETTINGS:
         same_update(arms(SETTINGS[name]), make_batch(SETTINGS[name], 0))
     if name in SHARING:
@@ -219,7 +221,7 @@ def check(name: str) -> None:
 
 
 def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
-    """Raise AssertionError unless these arms, without an update so far, make the same loss and gradient."""
+    """Raise AssertionError unless these arms, before any update, have the same loss and gradient."""
     packed = fresh["packed"]
     assert isinstance(packed, PackedArm)
     # Somewhat off, so that ratios are not 1 and some are clipped.
@@ -227,20 +229,20 @@ def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
     losses = {name: arm.update(batch, proximal) for name, arm in fresh.items()}
     expected = packed.gradient()
     for name, arm in fresh.items():
-        assert np.isclose(losses[name], losses["packed"], rtol=1e-4, atol=1e-6), f"{name}: another loss, {losses}"
+        assert np.isclose(losses[name], losses["packed"], rtol=1e-4, atol=1e-6), f"{name}: the losses differ: {losses}"
         for tensor, values in arm.gradient().items():
             off = np.abs(values - expected[tensor]).max() / np.abs(expected[tensor]).max()
-            assert off < _TOLERANCE, f"{name}: another gradient, {tensor} is off by {off:.1e} of its largest entry"
+            assert off < _TOLERANCE, f"{name}: the gradients differ: {tensor} by {off:.1e} of its largest entry"
 
 
 def speeds(name: str, rounds: int) -> list[dict[str, float]]:
-    """Real tokens by CPU second of each arm, round by round; every round has another batch and begins with another
-    arm. One more round goes before."""
+    """Real tokens per CPU second of each arm in each round, after one warm-up round.
+    Every round has another batch and begins with another arm."""
     return _rounds(SETTINGS[name], arms(SETTINGS[name]), rounds)
 
 
 def sharing(name: str, rounds: int) -> list[dict[str, float]]:
-    """The same for packs of whole sequences and packs that hold a group's prompt once."""
+    """Speeds as in `speeds`, for packs of complete sequences and packs with shared prompts."""
     return _rounds(SHARING[name], sharing_arms(SHARING[name]), rounds)
 
 
@@ -249,7 +251,7 @@ def sharing_arms(setting: Setting) -> dict[str, Arm]:
 
 
 def saved(name: str) -> float:
-    """Tokens of the trajectories of a batch, over those that are left where a group has its prompt once."""
+    """Tokens of a batch's trajectories over its tokens with one prompt per group."""
     batch = make_batch(SHARING[name], 0)
     assert batch.prompts is not None
     _, first = np.unique(batch.prompts, return_index=True)
@@ -268,7 +270,7 @@ def _rounds(setting: Setting, contenders: Mapping[str, Arm], rounds: int) -> lis
 
 
 def cuts(rounds: int) -> list[dict[str, float]]:
-    """The same for the packed arm with both ways to cut, "dynamic_512" and so on: long-tailed lengths."""
+    """Speeds as in `speeds` of the packed arm with both ways to cut long-tailed lengths ("dynamic_512" and so on)."""
     setting = SETTINGS["long_tail"]
     spec = embedded_spec(setting.config)
     packed = PackedArm(spec, init_weights(spec, 0), setting.config)
@@ -286,8 +288,8 @@ def cuts(rounds: int) -> list[dict[str, float]]:
 
 
 def peak_mib(how: str, capacity: int) -> float:
-    """Peak memory of one update, above what the process held before it. For a process that has done nothing else:
-    memory that was used before would be used again."""
+    """Peak memory of one update in MiB, above the memory of the process before it.
+    Needs a fresh process, as an earlier peak would hide it."""
     setting = SETTINGS["long_tail"]
     spec = embedded_spec(setting.config)
     packed = PackedArm(spec, init_weights(spec, 0), setting.config)

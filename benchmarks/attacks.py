@@ -1,9 +1,9 @@
-"""Programs that attack what judges them: to be paid without an answer, to reach the machine, or to stop it.
+"""Programs that attack the verifier `code`: to get a reward without an answer, to reach the machine, or to stop it.
 
-They stand in attacks.txt, each below its name and what it would gain, and are given to the verifier `code` as answers
-to a task whose answer is a secret. A program that does what it must not be able to do says BREACH. A line `@tries`
-stands before lines none of which may work; `@hunt` and `@call` for the functions below; MARK for the name of whatever
-is left behind; TCP, UDP, SOCKET and ABSTRACT for what listens on the machine.
+They are in attacks.txt, each below its name and its goal. The verifier gets them as answers to a task whose answer is a
+secret. A successful attack prints BREACH. None of the lines below `@tries` may succeed. `@hunt` and `@call` insert
+the functions below. MARK stands for the name of whatever an attack leaves behind. TCP, UDP, SOCKET and ABSTRACT stand
+for services that listen on the machine.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""How evenly is work spread? Completions over slots, over time until they are scored, and over training ranks.
+"""How evenly is work distributed? Completions over slots, over time until they are scored, and over training ranks.
 
     python -m benchmarks.balance [--groups 512] [--seeds 1,2,3]
 
-Lengths are log-normal (median 7,360, sigma .8, cut at 27,648 tokens), groups have 16 completions: the paper's runs on
-mathematics (docs/emulation.md has where that is from). Two parts, both of the real code:
+Lengths are log-normal (median 7,360, sigma .8, truncated at 27,648 tokens), and groups have 16 completions, as in the
+paper's runs on mathematics (source: docs/emulation.md). Two parts, both with the real code:
 
 - a rollout controller with gate and ledger, a pool of eight servers of 64 slots, pending completions, and the
   environment `single_turn`, in virtual time. A slot decodes one token per unit of time. A message takes two units. The
   trainer takes no time, so that work is always admitted.
-- the partition of a batch over training ranks, by the arithmetic that a 7B model needs.
+- the partition of a batch over training ranks, by the arithmetic of a 7B model.
 
-The last line's JSON, means over seeds:
+The JSON of the last line has means over seeds:
 
-- `slot_use`: share of the slots that decode, from when all do for the first time until nothing more is admitted
-- `reward_wait_tokens`: tokens decoded from a completion's end to its verification, in the same time: `median` and
-  `worst` of all, `first` and `last`, the mean of those that end first and last in their group; and `by_groups`, the
-  median of what it would be if the group had to end first
-- `rank_share`: ranks -> share of ideal: the mean rank's work over that of the rank that ends last, minibatch by
-  minibatch, of four
+- `slot_use`: share of decoding slots, from the first time that all decode until the last admission
+- `reward_wait_tokens`: tokens decoded between the end of a completion and its verification, in the same time: `median`
+  and `worst` of all; `first` and `last`, the means of the first and last completion of a group; `by_groups`, the median
+  if verification waited for the end of the group
+- `rank_share`: by number of ranks, the share of ideal: the mean rank's work over that of the slowest rank, over four
+  minibatches
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ END = TOKENIZER.token_id(EOS)
 
 
 def lengths(rng: np.random.Generator, groups: int) -> np.ndarray:
-    """[groups, GROUP] tokens of completions."""
+    """Tokens of the completions, [groups, GROUP]."""
     return np.minimum(rng.lognormal(np.log(MEDIAN), SIGMA, (groups, GROUP)), LONGEST).astype(np.int64)
 
 
@@ -78,7 +78,7 @@ def rank_share(seed: int, groups: int) -> dict[int, float]:
 
 
 def _ends(costs: Sequence[Sequence[float]], ranks: int, seed: int) -> float:
-    """The work of the rank that ends last, over all minibatches: ranks wait for each other at the end of each."""
+    """Work of the slowest rank, summed over all minibatches: ranks wait for each other at the end of each."""
     groups = [[PromptCost(0, completions, range(GROUP))] for completions in costs]
     shares = shard(groups, MINIBATCHES, ranks, seed=seed, step=1)
 
@@ -93,7 +93,7 @@ def _ends(costs: Sequence[Sequence[float]], ranks: int, seed: int) -> float:
 
 @dataclass
 class Record:
-    """What happened when, in virtual seconds."""
+    """Times of events, in virtual seconds."""
 
     ended: dict[int, float] = field(default_factory=dict[int, float])  # completion -> when its last token was sampled
     scored: dict[int, float] = field(default_factory=dict[int, float])
@@ -103,7 +103,7 @@ class Record:
 
 
 class Client:
-    """A generation server behind the methods of its client: slots, and completions that wait for one, in order."""
+    """Emulated generation server with the interface of its client: slots, and completions that wait in order."""
 
     record: Record
     rng: np.random.Generator
@@ -156,7 +156,7 @@ class Client:
 
 
 def _body(completion: int, tokens: int) -> bytes:
-    """A response with a completion that says its number, in as many tokens as are asked for."""
+    """Response with a completion that contains its number, of the requested length."""
     said = [*TOKENIZER.encode(f"{completion}=")]
     ids = [*said, *[said[-1]] * (tokens - len(said) - 1), END]
     choice = {
@@ -170,7 +170,7 @@ def _body(completion: int, tokens: int) -> bytes:
 
 
 class Rewards(RewardsHere):
-    """The environment, as reward workers run it, in this process."""
+    """The environment, run in this process as reward workers run it."""
 
     def __init__(self, config: RunConfig, record: Record) -> None:
         def verify(_: Prompt, text: str) -> float:
@@ -204,7 +204,7 @@ class Payloads:
 
 
 async def roll_out(seed: int, groups: int) -> Record:
-    """As many groups as are asked for, and those that are in flight beside them."""
+    """Roll out the requested number of groups, and the groups in flight beside them."""
     batch = 64 * GROUP
     config = load(
         {
@@ -254,7 +254,7 @@ async def roll_out(seed: int, groups: int) -> Record:
 
 
 def measured(record: Record) -> dict[str, Any]:
-    """Slot use and waits, between the moment that all slots decode and the last admission."""
+    """Slot use and waits, from the moment that all slots decode until the last admission."""
     slots = SERVERS * SLOTS
     in_use, start, used, last = 0, None, 0.0, 0.0
     for at, change in record.changes:

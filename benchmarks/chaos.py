@@ -1,9 +1,9 @@
-"""Faults by the hundred and the thousand, and what an independent checker finds afterwards.
+"""Does a run survive hundreds of faults? An independent checker examines every run afterwards.
 
-The benchmark kills and stops processes of real runs, at random and at every named point. It takes power from machines.
-It makes stores, files and messages fail, tear, flip, repeat and come late. docs/reliability.md tells how, what is
-promised, and what this can't show. `--short` takes a few minutes. A seed repeats exactly what happens in one process
-(objects). Of real runs it repeats the choices, not the moments at which they meet the run.
+The benchmark kills and stops processes of real runs, at random and at every named point. It cuts the power of machines.
+It makes stores, files and messages fail, tear, flip bits, repeat and arrive late. docs/reliability.md has the method,
+the promises and the limits. `--short` takes a few minutes. A seed reproduces faults in one process exactly (objects).
+In real runs it reproduces the choice of faults, not their exact times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOSSES_A_RUN = 5
 
 
 class Chaos:
-    """All parts of one benchmark, and what they found."""
+    """All parts of one benchmark, and their results."""
 
     def __init__(self, folder: Path, seed: int, *, short: bool) -> None:
         self._folder = folder
@@ -47,8 +47,7 @@ class Chaos:
         self.comparison: dict[str, Any] = {}
 
     def processes(self) -> None:
-        """Runs with evaluator, tracker and several ranks by turns, until every point was struck and there were faults
-        enough."""
+        """Kill processes of runs with an evaluator, a tracker or several ranks, until every point was hit."""
         wanted = 40 if self._short else 260
         left = list(POINTS)
         random.Random(self._seed).shuffle(left)
@@ -76,10 +75,10 @@ class Chaos:
             for kind, seconds in found.recovery_s.items():
                 self.recovery_s[kind] += seconds
             self._note(f"processes, run {turn}: {sum(found.faults.values())} faults", found.findings)
-        _harness.tell(f"points that were not reached: {', '.join(sorted(_names(left))) or 'none'}")
+        _harness.tell(f"points not reached: {', '.join(sorted(_names(left))) or 'none'}")
 
     def repeated(self) -> None:
-        """A run whose processes are killed, against one that nobody disturbs."""
+        """Compare a run whose processes are killed with an undisturbed run."""
         kills, steps = (5, 40) if self._short else (20, 120)
         found, same = processes.repeat(self._folder / "repeated", self._seed, kills, steps=steps)
         self.process_faults += found.faults
@@ -87,16 +86,16 @@ class Chaos:
         self._note(f"repeated: {self.comparison}", found.findings)
 
     def surroundings(self) -> None:
-        """Prefect's server, worker and flow run, and MLflow."""
+        """Kill Prefect's server, its worker, the flow run and MLflow."""
         for killed in list(stack.KINDS)[: 1 if self._short else None]:
             found = stack.strike(self._folder / f"surroundings-{killed}", killed)
             self.process_faults += found.faults
             self._note(f"surroundings, {killed} killed: {sum(found.faults.values())} faults", found.findings)
 
     def outages(self) -> None:
-        """The S3 server of a run."""
+        """Interrupt the S3 server of a run."""
         if lack := radosgw.missing():
-            _harness.tell(f"outages: left out: {lack}")
+            _harness.tell(f"outages: skipped: {lack}")
             return
         for turn in range(1 if self._short else 3):
             found = outside.lose_store(self._folder / f"outages-{turn}", self._seed + turn, 6)
@@ -113,7 +112,7 @@ class Chaos:
             turn += 1
 
     def objects(self) -> None:
-        """A store that fails, in this process."""
+        """Test a failing store in this process."""
         for turn in range(30 if self._short else 120):
             found = objects.strike(self._folder / f"objects-{turn}", self._seed + turn)
             self.object_faults += found.faults
@@ -121,7 +120,7 @@ class Chaos:
         _harness.tell(f"objects: {dict(self.object_faults)}")
 
     def messages(self) -> None:
-        """Messages between the processes of real runs."""
+        """Disturb messages between the processes of real runs."""
         for turn in range(1 if self._short else 4):
             found = outside.lose_messages(self._folder / f"messages-{turn}", self._seed + turn)
             self.object_faults += found.faults
@@ -179,10 +178,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
-    parser.add_argument("--short", action="store_true", help="a few minutes")
+    parser.add_argument("--short", action="store_true", help="run for a few minutes only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=_harness.some_of(PARTS), default=list(PARTS), metavar=",".join(PARTS))
-    parser.add_argument("--keep", type=Path, help="a new folder for what runs leave, which is deleted otherwise")
+    parser.add_argument("--keep", type=Path, help="new folder to keep the files of the runs in; default: delete them")
     options = parser.parse_args()
     _harness.report(lambda: measure(options))
 

@@ -1,24 +1,25 @@
-"""What can one controller take? Trajectories of 8k tokens, in groups of 16, with its real parts.
+"""What is the capacity of one controller? Trajectories of 8k tokens, in groups of 16, with its real parts.
 
     python -m benchmarks.controller [--steps 1000] [--parts process,http,remote,update,ranks]
 
-Each part is a process of its own on one core; servers, reward workers and ranks are others, on the other cores where
+Each part is a process of its own on one core. Servers, reward workers and ranks are other processes, on other cores if
 there are any. Ledger and payloads are on disk, and synced as in a run.
 
-- process: rollout core, ledger, payloads; servers and reward workers stand in and give at once what was made before.
-  So many steps of 512 trajectories, with a version each and a checkpoint every tenth, which frees payloads.
-  `trajectories_per_s`, and `peak_mb`, the memory of the process; `memory_mb` after a tenth of the steps and at the end.
-- http: the pool over HTTP, with a server that answers each completion at once with a body that was encoded before, and
-  real reward workers: `http_trajectories_per_cpu_s`, per second of the controller's own CPU time; the reward workers'
-  own rate is `worker_trajectories_per_cpu_s`.
-- remote: the same with a reward worker that asks the controller for its work, as those of other machines do:
+- process: rollout core, ledger and payloads; stand-in servers and reward workers return prepared results at once. It
+  makes `--steps` steps of 512 trajectories, with a version each and a checkpoint every tenth, which frees payloads.
+  `trajectories_per_s`; `peak_mb`, the peak memory of the process; `memory_mb` after a tenth of the steps and at the
+  end.
+- http: the pool over HTTP, with a server that returns encoded responses at once, and real reward workers.
+  `http_trajectories_per_cpu_s` is per second of the controller's own CPU time; `worker_trajectories_per_cpu_s` is the
+  rate of the reward workers.
+- remote: the same with a reward worker that requests work from the controller, as on other machines:
   `remote_trajectories_per_cpu_s`, `remote_worker_trajectories_per_cpu_s`.
-- update: 8,192 completions run at 8 servers, half of each is sampled. A version is published: they are handed back
-  (`interruption=resubmit`), and the rest of each is requested. `update_8192_s` is from its publication until all run
-  again, `worst_loop_stall_ms` the longest that the controller's loop took to come round to a timer meanwhile.
-  `full_collection_ms`: a look for unreachable cycles then, which the controller takes once in minutes.
-- ranks: a batch of 8,192 trajectories is asked for by 512 ranks at once: `batch_512_ranks_s` of the controller's CPU
-  time, from the first request to the last response.
+- update: 8,192 completions run at 8 servers, each half sampled, when a version is published. They are handed back
+  (`interruption=resubmit`), and the rest of each is requested. `update_8192_s` is the time from publication until all
+  run again. `worst_loop_stall_ms` is the longest delay of a timer in the controller's event loop in that time.
+  `full_collection_ms`: a full garbage collection then, which the controller runs once in minutes.
+- ranks: 512 ranks request a batch of 8,192 trajectories at once. `batch_512_ranks_s` is the controller's CPU time from
+  the first request to the last response.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Run:
     controller: RolloutController
 
     async def trained(self, steps: Sequence[int], each: Callable[[int], None] = lambda _: None) -> None:
-        """Take batches, publish a version for each, and free what a checkpoint makes needless."""
+        """Take batches, publish a version for each, and free data that a checkpoint makes obsolete."""
         for step in steps:
             assert await self.controller.batch(step, timeout_s=3600) is not None
             self.controller.publish(_version(step))
@@ -160,7 +161,7 @@ def _version(number: int) -> PolicyVersion:
 
 
 class _Servers:
-    """Whatever is asked for is there; no more of it is in flight than real ones would take."""
+    """Stand-in servers that complete every request at once, with a realistic number in flight."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -188,7 +189,8 @@ class _Servers:
 
 
 class _Rewards:
-    """A group is scored as its last completion arrives. `version`: the one that is said to have sampled it."""
+    """Stand-in reward workers: score a group when its last completion arrives.
+    `version` is the policy version reported for the samples."""
 
     def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
         self._scored, self._version = scored_group(), version
@@ -261,7 +263,7 @@ async def in_process(steps: int) -> dict[str, Any]:
 
 @contextmanager
 def answering(*, servers: int, hold: bool) -> Iterator[tuple[list[str], Callable[[], int]]]:
-    """Servers in a process of their own: their URLs, and what tells how many completions run."""
+    """Context manager for servers in a process of their own: their URLs, and a counter of running completions."""
     command = [sys.executable, "-m", "benchmarks._answering_servers", "--servers", str(servers), "--tokens"]
     process = subprocess.Popen(
         [*command, str(TOKENS), *(["--hold"] if hold else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -325,7 +327,7 @@ async def over_http(batches: int, *, remote: bool = False) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _host(workers: RewardPool, config: RunConfig, model: Path) -> AsyncIterator[list[int]]:
-    """A host of one reward worker, which finds this controller: the processes."""
+    """Processes of a remote host with one reward worker that connects to this controller."""
     info = RunInfo(run_id="r", model_path=str(model), checkpoint_url="")
     run = RunDir.create(replace(config, state_dir=str(model.parent)), info)
     app = web.Application(client_max_size=ANSWER_BYTES, middlewares=[guard(run.token())])
@@ -377,7 +379,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def _beat(beats: list[float]) -> None:
-    """Note how late a timer is."""
+    """Record how late a timer fires."""
     while True:
         due = time.perf_counter() + _BEAT_S
         await asyncio.sleep(_BEAT_S)
@@ -427,7 +429,7 @@ async def _nothing(_: object) -> None: ...
 
 
 async def ask(url: str, ranks: int) -> None:
-    """The ranks: all ask at once, and read all."""
+    """The ranks: request the batch all at once, and read all responses."""
     async with ClientSession(headers=authorization(_TOKEN), connector=TCPConnector(limit=0)) as session:
 
         async def rank() -> int:
@@ -449,13 +451,13 @@ def _cpu_s(pids: Sequence[int]) -> float:
 
 
 def _elsewhere(pid: int) -> None:
-    """Have a process run on the cores that this one leaves."""
+    """Run a process on the cores that this one does not use."""
     others = _CORES - os.sched_getaffinity(0)
     os.sched_setaffinity(pid, others or _CORES)
 
 
 def _measured(part: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """In a process of its own: on one core."""
+    """Run a part in a process of its own on one core."""
     os.sched_setaffinity(0, {min(_CORES)})
     return asyncio.run(part())  # pyright: ignore[reportArgumentType]
 
@@ -472,7 +474,7 @@ def controller(names: Sequence[str], steps: int) -> dict[str, Any]:
     for name in names:
         with _harness.processes(1) as processes:
             found |= processes.submit(_measured, parts[name]).result()
-        _harness.tell(f"{name} is measured: {found}")
+        _harness.tell(f"part {name}: {found}")
     return found
 
 
@@ -480,7 +482,7 @@ def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
     parser.add_argument("--steps", type=_harness.positive, default=1000)
     parser.add_argument("--parts", type=_harness.some_of(PARTS), default=PARTS)
-    parser.add_argument("--ask", metavar="URL", help="be the ranks of the last part")
+    parser.add_argument("--ask", metavar="URL", help="act as the ranks of the part ranks (internal)")
     parser.add_argument("--ranks", type=_harness.positive, default=RANKS)
     arguments = parser.parse_args()
     if arguments.ask:

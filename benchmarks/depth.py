@@ -1,16 +1,14 @@
-"""How far ahead of training does generation have to be? `rollout.pipeline_depth` under one bound of staleness.
+"""How far ahead of training must generation be? `rollout.pipeline_depth` under one staleness bound.
 
     python -m benchmarks.depth [--seeds 1,2,3] [field=value ...]
 
-Under a bound of four versions the depths 4, which is where staleness sits unless another one is set, 2, 1 and 1/2, in
-two ways:
+Under a bound of four versions it compares the depths 4 (the default: staleness reaches the bound), 2, 1 and 1/2:
 
-- `default`: asynchronous runs of the default task on this machine's cores, which differ in nothing else, interleaved;
-- `emulated`: the paper's clusters by the time model, in virtual time (`_step_times.py`), so that the machine does not
-  matter.
+- `default`: asynchronous runs of the default task on the cores of this machine, which differ only in depth;
+- `emulated`: the paper's clusters by the time model, in virtual time (`_step_times.py`), independent of this machine.
 
-For each depth `over_4`, tokens/s, or steps in the time, over those at depth 4, the median over seeds of the ratio
-within a seed; `staleness_mean` and `staleness_max` in versions, of the oldest token of a group, or of a completion.
+For each depth, `over_4` is tokens/s, or steps in the time, over those at depth 4: the median over seeds of the ratio
+within a seed. `staleness_mean` and `staleness_max` are in versions, of the oldest token of a group or a completion.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def in_virtual_time(model: str, seeds: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Of a paper's cluster: depth -> what it costs, and how stale what is trained on is."""
+    """Emulate a cluster of the paper: time and staleness by depth."""
     found: dict[str, dict[str, float]] = {}
     deepest: dict[int, float] = {}
     for depth in DEPTHS:
@@ -69,7 +67,7 @@ def in_virtual_time(model: str, seeds: Sequence[int]) -> dict[str, dict[str, flo
 
 
 def _name(depth: float) -> str:
-    """Of an arm: 0-5 for a half."""
+    """Name of an arm; 0-5 stands for a half."""
     return f"{depth:g}".replace(".", "-")
 
 

@@ -1,21 +1,21 @@
-"""What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
+"""How much faster is asynchronous training on accelerators? Emulated clusters in both modes.
 
     python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 3] [--minutes 1.6] [--predict]
                                   [field=value ...]
 
-Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
-docs/emulation.md. One parameter is fitted, to the synchronous step of the paper's 1.5B row; all else is predicted.
-`--pairs` is how often the first model is run in both modes; the others are run once. At the end stands what the ratios
-hang on, by the time model alone, in virtual time (`_sensitivity.py`); with `--predict` there is nothing else.
+Real controllers, ledgers, gates, hand-overs and training loops run with engines that emulate the times of an
+accelerator: see docs/emulation.md. One parameter is fitted, to the synchronous step of the paper's 1.5B row; all else
+is predicted. `--pairs` is the number of runs of the first model in each mode; the others run once. At the end the time
+model alone shows the sensitivity of the ratios, in virtual time (`_sensitivity.py`). `--predict` shows only that.
 
-Asynchronous runs have three quarters of the devices generate, as the paper's; synchronous ones half of them, and then
-the other half train, as in AReaL's published recipes for synchronous runs.
+In asynchronous runs three quarters of the devices generate, as in the paper. In synchronous runs half of them generate,
+and then the other half trains, as in AReaL's published recipes for synchronous runs.
 
-What this machine takes between two steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, in asynchronous mode where the
-trainer is never without a batch. So each model has the speed at which a synchronous step takes twenty real seconds.
+The overhead of this machine between two steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, in asynchronous mode too if
+the trainer always has a batch. So the speed of each model makes a synchronous step take twenty real seconds.
 Synchronous runs end after `--steps` steps and a first one, which is not counted. Asynchronous runs end after
-`--minutes`, so that no batch waits for its last completions alone; their first third is not counted: in it
-completions, started at once, are of the same age, as they never are again.
+`--minutes`, so that no batch waits only for its last completions. Their first third is not counted: its completions
+start together and so have the same age, which does not happen later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ENDLESS = 10_000  # steps, more than any run makes
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the paper's Table 1: hours of so many steps, and the staleness bound of its task (Table 3)."""
+    """One row of the paper's Table 1: hours for a number of steps, and the staleness bound of its task (Table 3)."""
 
     steps: int
     sync_h: float
@@ -73,7 +73,8 @@ _FITTED = "1.5b"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The steps of one run that count. Tokens and seconds are the emulated cluster's unless they are called real."""
+    """The measured steps of one run.
+    Tokens and seconds are those of the emulated cluster, unless called real."""
 
     steps: int
     step_s: float
@@ -85,7 +86,7 @@ class Measured:
 
 
 class CpuMeter:
-    """CPU time of a run's processes, from its ready files, as of the last look."""
+    """CPU time of a run's processes, found by its ready files, at the last check."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -112,13 +113,15 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `arguments` stand for it."""
+    """Parse the command line; `arguments` replace it."""
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(PAPER)), default=list(PAPER))
-    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
-    parser.add_argument("--steps", type=_harness.positive, default=3, help="of each synchronous run, beside its first")
-    parser.add_argument("--minutes", type=float, default=1.6, help="of each asynchronous run, real")
-    parser.add_argument("--predict", action="store_true", help="run nothing: step times by the time model")
+    parser.add_argument("--pairs", type=_harness.positive, default=2, help="number of pairs of runs of the first model")
+    parser.add_argument(
+        "--steps", type=_harness.positive, default=3, help="steps of each synchronous run after its first step"
+    )
+    parser.add_argument("--minutes", type=float, default=1.6, help="real minutes of each asynchronous run")
+    parser.add_argument("--predict", action="store_true", help="start no run; compute step times with the time model")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -148,7 +151,7 @@ def _predict(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Mapping[str, Steps]]) -> list[str]:
-    """The ratios of each variation and how far they are from the paper's, a line each."""
+    """The ratios of each variation and their distance from the paper's, one line each."""
     rows = [["by the time model", "overhead, ms", *next(iter(found.values()))]]
     for name, steps in found.items():
         ratios = [f"{each.ratio:.2f} ({each.ratio / PAPER[model].ratio - 1:+.0%})" for model, each in steps.items()]
@@ -158,7 +161,7 @@ def table(found: Mapping[str, Mapping[str, Steps]]) -> list[str]:
 
 
 def prediction(found: Mapping[str, Mapping[str, Steps]]) -> dict[str, Any]:
-    """Step times as configured, and the ratios of every variation in the order of the models. Fit for JSON."""
+    """Step times as configured, and the ratios of every variation in the order of the models, as JSON values."""
     configured = found[next(iter(VARIATIONS))]
     return {
         "predicted_step_s": {
@@ -190,8 +193,10 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(measured: Mapping[str, Sequence[Mapping[str, Measured]]]) -> dict[str, Any]:
-    """The results by model, beside those of the paper: ratios of step times, as its hours are, and of tokens a second,
-    which differ where the batches of either mode happen to be longer. Fit for JSON."""
+    """The results by model beside those of the paper, as JSON values.
+
+    They are ratios of step times, like the paper's hours, and of tokens per second. The two differ if batches
+    of one mode happen to be longer."""
 
     def ratios(of: Callable[[Mapping[str, Measured]], float]) -> dict[str, list[float]]:
         return {model: [round(of(pair), 2) for pair in pairs] for model, pairs in measured.items()}
@@ -219,7 +224,7 @@ def report(measured: Mapping[str, Sequence[Mapping[str, Measured]]]) -> dict[str
 
 
 def step_times(model: str, pairs: Sequence[Mapping[str, Measured]]) -> dict[str, dict[str, Any]]:
-    """Emulated seconds of a step by mode, the median of the runs, and how many steps each run counted."""
+    """Emulated seconds of a step by mode, the median of the runs, and the number of measured steps of each run."""
     return {
         mode: {
             "measured": round(statistics.median(pair[mode].step_s for pair in pairs)),
@@ -243,11 +248,13 @@ def _run(config: RunConfig, run_id: str) -> Measured:
 def measure(
     config: RunConfig, history: Mapping[str, Mapping[int, float]], server_cpu: float, controller_cpu: float
 ) -> Measured:
-    """What the steps of a run say, metric by step, those before `first_end` left out."""
+    """Metrics of a run's steps, without those before `first_end`."""
     ends = history["time/elapsed_s"]
     first, last = first_end(config.mode, ends), max(ends, default=0)
     if last <= first:
-        raise ArealError("--minutes: too short for a step after the first third of an asynchronous run")
+        raise ArealError(
+            "--minutes: too short, as no step ended after the first third of an asynchronous run; raise it"
+        )
     real_s = ends[last] - ends[first]
 
     def mean(key: str) -> float:
@@ -266,8 +273,8 @@ def measure(
 
 
 def first_end(mode: str, ends: Mapping[int, float]) -> int:
-    """The step at whose end the counting begins, from the seconds at which steps ended: the first one of a synchronous
-    run, and of an asynchronous one the first that ended after a third of it."""
+    """The step whose end starts the measurement, from the end times of steps in seconds.
+    It is the first step of a synchronous run, and the first that ends after a third of an asynchronous run."""
     begin_s = _WARM * max(ends.values(), default=0.0) if mode == "async" else 0.0
     return min((step for step, end_s in ends.items() if end_s >= begin_s), default=0)
 

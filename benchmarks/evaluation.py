@@ -1,10 +1,10 @@
-"""What does scoring versions beside the training cost the training? Pairs of runs, interleaved in time.
+"""How much does concurrent evaluation slow the training? Pairs of runs, interleaved in time.
 
     make bench NAME=evaluation ARGS="--seeds 1,2,3"
 
-`on_over_off`: effective tokens/s of runs that generate and train on one core while the evaluator, on the other one,
-scores every fifth version on all held-out prompts, against those of runs without evaluation; the median over seeds of
-the ratio within a seed.
+All runs generate and train on one core. `on_over_off` is effective tokens/s of runs whose evaluator scores every fifth
+version on all held-out prompts, on the other core, over those of runs without evaluation: the median over seeds of the
+ratio within a seed.
 """
 
 from __future__ import annotations

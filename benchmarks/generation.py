@@ -2,10 +2,10 @@
 
     python -m benchmarks.generation [--rounds 5] [--window 5] [field=value ...]
 
-Everything is one real process pinned to one core; HTTP clients run on another. The model is the warmed-up base model of
-a run, so that lengths are real, and the prompts are the default task's. Requests of 16 completions wait at the servers,
-so that 64 completions are being decoded at any time. All arms are started first and measured in turns, some rounds
-long; figures are medians over rounds.
+Every arm is a real process pinned to one core; HTTP clients run on another. The model is the warmed-up base model of a
+run, so that lengths are real, and the prompts are those of the default task. Requests of 16 completions wait at the
+servers, so that each always decodes 64 completions. All arms start first, then are measured in turns; figures are
+medians over rounds.
 
 - `tokens_per_s_per_core`: the embedded server over HTTP with the default model (width 64, 3 layers, 4 heads of 16);
 - `tokens_per_s_per_core_t256`: the same with completions of 256 tokens each, end tokens ignored;
@@ -13,15 +13,16 @@ long; figures are medians over rounds.
   all three can run. It is the default model with 2 heads (experiment `cpu-vllm`), as vLLM's attention on CPUs needs
   heads of 32. transformers' `generate()` runs batches of 4 prompts x 16 completions, each as long as its longest
   completion. vLLM gets the same requests as the embedded server;
-- `gemm_share`: floating-point operations of the linear layers alone x tokens/s of the default model, over those of one
-  large float32 product a second on that core in the same round;
-- `swap_ms`: between two steps, by the server's own clock, while it decodes (recomputation of the KV cache comes on
-  top); `swap_100m_ms` the same for 100M float32 parameters, next to `copy_100m_ms`, a copy of as many bytes into new
-  memory;
-- `staging_100m_ms`: a file of as many parameters, in the page cache, read, checked and staged. Decoding goes on
+- `gemm_share`: floating-point operations per second of the linear layers alone, at the default model's tokens/s, over
+  those of one large float32 product on that core in the same round;
+- `swap_ms`: swap of the model weights between two steps, by the server's clock, while it decodes (without recomputation
+  of the KV cache). `swap_100m_ms`: the same for 100M float32 parameters, beside `copy_100m_ms`, a copy of as many bytes
+  into new memory;
+- `staging_100m_ms`: read, check and stage a file of as many parameters from the page cache. Decoding continues
   meanwhile.
 
-Tokens/s are by the wall clock; `cpu_s_share` says how much of the core each arm got, where others use the machine too.
+Tokens/s are by wall time; `cpu_s_share` is the share of the core that each arm got, in case other processes use the
+machine.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _START_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The tokens and the time of an arm in one window."""
+    """Tokens and time of an arm in one window."""
 
     tokens: int
     wall_s: float
@@ -86,7 +87,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The requests that an arm gets, again and again."""
+    """Requests to an arm, repeated endlessly."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -104,7 +105,7 @@ class Load:
 
 
 class Child:
-    """A process pinned to one core, with what it starts."""
+    """A process pinned to one core, with its child processes."""
 
     def __init__(self, argv: list[str], core: int, **options: Any) -> None:
         self._popen = subprocess.Popen(
@@ -120,28 +121,28 @@ class Child:
         return sum(sum(process.cpu_times()[:2]) for process in self._tree())
 
     def pin(self) -> None:
-        """Pin it again, for threads that have taken other cores."""
+        """Pin the process again, for threads that have moved to other cores."""
         for process in self._tree():
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {self._core})
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """Send a request as a line of JSON; returns the result, a line of JSON too."""
+        """Send a request as a line of JSON; return the result, also a line of JSON."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         self._popen.stdin.write(orjson.dumps(what) + b"\n")
         self._popen.stdin.flush()
         response = self._popen.stdout.readline()
         if not response:
-            raise ProcessError(f"{' '.join(map(str, self._popen.args))} ended with code {self._popen.wait()}")  # type: ignore
+            raise ProcessError(f"{' '.join(map(str, self._popen.args))} exited with status {self._popen.wait()}")  # type: ignore
         return orjson.loads(response)
 
     def wait_for(self, file: Path) -> str:
-        """The URL in a ready file."""
+        """Wait for a ready file; return its URL."""
         deadline = time.monotonic() + _START_S
         while not file.exists():
             if self._popen.poll() is not None or time.monotonic() > deadline:
-                raise ProcessError(f"{file.stem} did not start; its output is above")
+                raise ProcessError(f"{file.stem} did not start in time; see its output above")
             time.sleep(0.05)
         self.pin()
         return orjson.loads(file.read_bytes())["url"]
@@ -155,7 +156,7 @@ class Child:
 
 
 async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
-    """Requests to a server, a constant number in flight; tokens of those that end within the window."""
+    """Send requests to a server, a constant number in flight; count tokens of those that end within the window."""
     client = GenerationClient(url)
     await client.identify()
     numbers = itertools.count(int(time.time() * 1000) % 2**30)
@@ -179,7 +180,7 @@ async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
             if task.done():
                 task.result()
         if not window.tokens:
-            raise ProcessError(f"{url} finished no request in {seconds:g} s; choose a longer --window")
+            raise ProcessError(f"--window: too short, as {url} finished no request in {seconds:g} s; raise it")
         return window
     finally:
         for task in asking:
@@ -191,7 +192,7 @@ async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
 
 
 async def swapped(url: str, load: Load, versions: list[PolicyVersion]) -> list[float]:
-    """Milliseconds of each change of weights, while the server decodes."""
+    """Milliseconds of each swap of model weights while the server decodes."""
     client = GenerationClient(url)
     swaps: list[float] = []
 
@@ -248,7 +249,7 @@ class Bench:
         )
 
     def round(self, seconds: float) -> dict[str, Any]:
-        """One window of every arm, and the rest."""
+        """Measure one window of every arm, and the other figures."""
         measured: dict[str, Any] = {}
         for name, (url, child) in self._servers.items():
             load = self._long_load if name == "long" else self.load
@@ -283,13 +284,13 @@ class Bench:
 def measure(rounds: int, seconds: float, overrides: list[str]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("this benchmark needs two cores, one of them for the client")
+        raise ConfigError("this benchmark needs two cores; one is for the client")
     if not VLLM_PYTHON.exists():
-        raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; `make bench NAME=generation` makes it")
+        raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; create it with `make bench NAME=generation`")
     common = ["name=bench-generation", "tracking.enabled=false", *overrides]
     configs = {
-        "default": configuration(None, common),
-        "wide_heads": configuration(None, [*common, "model.heads=2", "model.kv_heads=2"]),
+        "default": configuration({}, common),
+        "wide_heads": configuration({}, [*common, "model.heads=2", "model.kv_heads=2"]),
     }
     Path(configs["default"].state_dir).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -354,7 +355,7 @@ def _arrays(folder: Path, factor: float) -> dict[str, Any]:
 
 
 def _with_context(model: Path, copy: Path, context: int) -> Path:
-    """The same weights for longer sequences."""
+    """The same model weights with a longer context."""
     shutil.copytree(model, copy)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": context}))
@@ -363,13 +364,13 @@ def _with_context(model: Path, copy: Path, context: int) -> Path:
 
 def _shown(measured: Mapping[str, Any]) -> str:
     arms = ", ".join(f"{arm} {measured[arm].tokens_per_s:.0f}" for arm in ARMS)
-    return f"{arms} tokens/s; product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
+    return f"{arms} tokens/s; matrix product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
 
 
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--rounds", type=_harness.positive, default=5)
-    parser.add_argument("--window", type=float, default=5.0, help="seconds of each arm in each round")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds per arm and round")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: measure(arguments.rounds, arguments.window, arguments.overrides))
 

@@ -1,12 +1,12 @@
-"""Does the CUDA path compute what a CPU computes, and how fast is it? One short check for whenever a GPU is at hand.
+"""Does the CUDA path agree with the CPU, and how fast is it? A short check for a machine with a GPU.
 
     python -m benchmarks.gpu_first [--parts agree,train,decode] [--tokens 65536]
-    python -m benchmarks.gpu_first --device cpu --tiny      # the same code on a CPU; its speeds mean nothing
+    python -m benchmarks.gpu_first --device cpu --tiny      # the same code on a CPU; its speeds are meaningless
 
-Each part runs in a process of its own: an error of one leaves the others a sound device. A part is sized for less than
-90 seconds on an H100 and killed after 150. It prints one line of JSON with `part`, `revision`, `device`, `torch`,
-`dtype` and `seconds`; if it fails, `error` is there too. The exit status is 1 if a part failed, or if `agree` found a
-number outside its bound.
+Each part runs in a process of its own, so that an error of one does not affect the others. A part is sized for less
+than 90 seconds on an H100 and killed after 150. It prints one line of JSON with `part`, `revision`, `device`, `torch`,
+`dtype` and `seconds`; a failed part adds `error`. The exit status is 1 if a part failed, or if `agree` found a number
+outside its bound.
 
 Needs no set-up by make: torch, numpy, numba, safetensors, tokenizers, msgspec and orjson are enough. Where the
 sources lie without git, AREAL_REVISION names their revision.
@@ -57,13 +57,13 @@ _ROOT = Path(__file__).parents[1]
 
 
 def measured(part: str, options: Sequence[str], device: str) -> dict[str, Any]:
-    """The line of a part, run in a process of its own."""
+    """Run a part in a process of its own, and return its line of JSON."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks._gpu_parts", part, "--device", device, *options]
     try:
         done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S)
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        result = json.loads(found[-1]) if found else {"error": f"ended with {done.returncode} and no result"}
+        result = json.loads(found[-1]) if found else {"error": f"exited with status {done.returncode} and no result"}
     except subprocess.TimeoutExpired:
         result = {"error": f"took longer than {_LIMIT_S:.0f} s"}
     common = {"part": part, "revision": _harness.revision(), "device": device, "torch": version("torch")}
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--parts", type=_harness.some_of(list(PARTS)), default=list(PARTS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small models and few steps")
-    parser.add_argument("--tokens", type=_harness.positive, default=65536, help="of a batch of `train`")
+    parser.add_argument("--tokens", type=_harness.positive, default=65536, help="tokens in a batch of the part train")
     arguments = parser.parse_args()
     options = ["--tokens", str(arguments.tokens), *(["--tiny"] if arguments.tiny else [])]
     failed = False

@@ -1,18 +1,18 @@
-"""Does the ledger stay quick and small in a long run? Its calls on the event loop, and what checkpoints upload.
+"""Does the ledger stay fast and small in a long run? Its calls on the event loop, and the uploads of checkpoints.
 
     python -m benchmarks.growth [--groups 1000000] [--steps 10000] [--groups-per-step 32]
 
-`unfolded` and `folded`: a ledger with so many groups, a tenth of them dropped, the others consumed; before any is
-folded, and once all that can be are. `longest_ms` has the longest time of each call that the controller makes on its
-event loop, over a few steps as a run makes them; `longest_call` is the worst of these. It counts waits for the disk,
-as commits are synced as in a run, and for a core, where other processes want it; `cpu` counts neither. `folding` has
-the same for the calls that fold, which give way to the event loop after each.
+`unfolded` and `folded`: a ledger with this many groups, a tenth of them dropped, the others consumed; before folding,
+and after all possible folding. `longest_ms` has the longest time of each call that the controller makes on its event
+loop, over a few steps as in a run; `longest_call` is the worst of these. It includes waits for the disk, as commits are
+synced as in a run, and for a core that other processes use; `cpu` excludes both. `folding` has the same for the calls
+that fold, which yield to the event loop after each.
 
-`uploads`: so many emulated steps with the controller's own payload store, snapshots, recorder and retention. A group
-has 8 completions of 512 tokens, 53 kB; beside the larger ones of most runs the ledger counts for less. Every 5th
-version is scored, as by default; scores stay in the ledger, some 200 bytes each.
-`ledger_bytes` and `payload_bytes` are what the checkpoint uploads after a tenth of the steps, and after all;
-`growth` is by what share the sum grew; `largest_ledger_bytes` is of any checkpoint.
+`uploads`: this many emulated steps with the controller's own payload store, snapshots, recorder and retention. A group
+has 8 completions of 512 tokens, 53 kB. Most runs have larger groups, beside which the ledger counts for less. Every 5th
+version is scored, as by default; scores stay in the ledger, some 200 bytes each. `ledger_bytes` and `payload_bytes` are
+the uploads of the checkpoints after a tenth of the steps and after all. `growth` is the relative growth of their sum;
+`largest_ledger_bytes` is the largest of any checkpoint.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """The longest time of each call, and the longest that it computed."""
+    """Longest wall time and CPU time of each call."""
 
     def __init__(self) -> None:
         self._wall_ms: dict[str, float] = {}
@@ -90,7 +90,7 @@ class Stopwatch:
 
 
 def fill(ledger: TrajectoryLedger, groups: int, per_step: int) -> int:
-    """Give a new ledger so many finished groups; returns the last step."""
+    """Fill a new ledger with this many finished groups; return the last step."""
     database = ledger._db  # a row at a time, its methods would take minutes  # pyright: ignore[reportPrivateUsage]
     summary = msgspec.json.encode(_SUMMARY)
     steps = itertools.count(per_step)
@@ -121,7 +121,7 @@ def fill(ledger: TrajectoryLedger, groups: int, per_step: int) -> int:
 
 
 def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> dict[str, Any]:
-    """Make some steps, from `first` on, by all methods that the controller calls on its event loop."""
+    """Make some steps from `first` on, with all methods that the controller calls on its event loop."""
     watch = Stopwatch()
     watch("counters.join", ledger.counters.join, "generation-0", f"url-{first}", 0)
     for step in range(first, first + steps):
@@ -174,7 +174,7 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
 
 
 def fold(ledger: TrajectoryLedger, step: int) -> dict[str, Any]:
-    """Forget and fold what steps up to this one have left."""
+    """Free and fold the records of all steps up to this one."""
     watch, start, calls_made = Stopwatch(), time.perf_counter(), 1
     while watch("free", ledger.free, step) or watch("fold", ledger.fold):
         ledger.flush()  # in a thread, in a run
@@ -187,7 +187,7 @@ def on_the_loop(groups: int, per_step: int, steps: int = 50) -> dict[str, Any]:
         file, copy = Path(scratch) / "ledger.sqlite", Path(scratch) / "copy.sqlite"
         ledger = TrajectoryLedger(file, group_size=GROUP)
         first = fill(ledger, groups, per_step) + 1
-        _harness.tell(f"{groups} groups are in the ledger")
+        _harness.tell(f"the ledger holds {groups} groups")
         unfolded = calls(ledger, first, steps, per_step)
         _harness.tell(f"unfolded: {unfolded['longest_call']}")
         before = ledger.tokens().accounted, ledger.admitted
@@ -210,7 +210,7 @@ def on_the_loop(groups: int, per_step: int, steps: int = 50) -> dict[str, Any]:
 
 
 class EmulatedRun:
-    """A controller's parts that write, without servers and trainer."""
+    """The parts of a controller that write, without servers and trainer."""
 
     def __init__(self, folder: Path, steps: int, per_step: int) -> None:
         self.config = load(
@@ -270,7 +270,7 @@ class EmulatedRun:
             )
 
     async def checkpoint(self, step: int) -> dict[str, int]:
-        """Commit a checkpoint; returns the bytes that it uploads."""
+        """Commit a checkpoint; return the number of uploaded bytes."""
         entries = await self._snapshots.take(step, str(step), 600.0)
         assert entries is not None
         files, shared = (

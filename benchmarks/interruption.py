@@ -1,24 +1,24 @@
-"""What is interruptible generation worth over updates that wait for running completions? The paper's Fig. 6a.
+"""How much faster is interruptible generation than updates that wait for running completions? The paper's Fig. 6a.
 
     python -m benchmarks.interruption [--settings long-tail,emulated-1.5b,...] [--seeds 1,2,3] [--pairs 2]
                                       [--minutes 0.5] [--period 0.1] [field=value ...]
 
-Asynchronous runs that differ in `generation.interruption` alone, staleness bound included. The reference waits: an
-update lets a server's running completions end, starts no others meanwhile, swaps, and goes on; each server by itself.
-The figure is generated tokens a second, recomputation included, of an arm over the reference, seed by seed.
+Asynchronous runs differ only in `generation.interruption`. In the reference an update waits: a server finishes its
+running completions, starts no others meanwhile, swaps the model weights and continues, each server by itself. The
+figure is generated tokens per second, recomputation included, of an arm over the reference, paired by seed.
 
-- `server`: one embedded server on one core that never lacks work, and another version every `--period` seconds, about
-  the pace of the run below (`_interrupted_server.py`). Generation is the bottleneck, as on the paper's cluster.
-- `long-tail`: a whole run on this machine's cores, where the trainer is the bottleneck. `recompute`, `resubmit` and
-  `keep`, one run after the other; which goes first changes from seed to seed. `keep` decodes on with the KV cache of
-  old weights: its mismatch (k3) stands beside its speed.
-- `emulated-1.5b`, `emulated-7b`: the clusters of the paper's Table 1; with `-4-nodes` the 32 accelerators of its Fig.
-  6a, with the same batch of 8192 completions and hence a longer step. Both arms of a pair run at the same time: they
-  sleep.
+- `server`: one embedded server on one core that always has work, with another version every `--period` seconds, about
+  as often as in the run below (`_interrupted_server.py`). Generation is the bottleneck, as on the paper's cluster.
+- `long-tail`: a complete run on the cores of this machine, whose bottleneck is the trainer. `recompute`, `resubmit` and
+  `keep` run one after the other; the first one changes from seed to seed. `keep` continues to decode with the KV cache
+  of old model weights: its train/inference KL (k3) is printed beside its speed.
+- `emulated-1.5b`, `emulated-7b`: the clusters of the paper's Table 1. `-4-nodes` has the 32 accelerators of its Fig. 6a
+  and the same batch of 8192 completions, and hence a longer step. Both arms of a pair run at the same time, because
+  they only sleep.
 
-Not counted are the first third of a run, in which completions, started at once, are of the same age as they never are
-again, and its last steps, for which nothing is admitted any more. Emulated runs have no last step: they end after
-`--minutes`.
+The first third of a run is not counted: its completions start together and so have the same age, which does not happen
+later. The last steps, for which nothing is admitted, are not counted either. Emulated runs have no last step: they end
+after `--minutes`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OURS = ("mode", "seed", "generation.interruption", "generation.engine")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is run: an experiment, its arms, and what all arms have beside."""
+    """An experiment, its arms, and the common overrides of all arms."""
 
     experiment: str
     arms: tuple[str, ...]  # values of generation.interruption, the reference first
@@ -100,8 +100,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The steps of one run that count. Tokens, seconds and milliseconds are the emulated cluster's, where there is
-    one."""
+    """The measured steps of one run. Tokens and times are those of the emulated cluster, if there is one."""
 
     steps: int
     generated_tokens_per_s: float
@@ -142,20 +141,26 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `arguments` stand for it."""
+    """Parse the command line; `arguments` replace it."""
     parser, known = _harness.parser(__doc__), [SERVER, *SETTINGS]
-    parser.add_argument("--settings", type=_harness.some_of(known), default=known, help=f"some of {', '.join(known)}")
-    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3], help="of the runs on this machine's cores")
-    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of emulated runs, of each setting")
-    parser.add_argument("--minutes", type=float, default=0.5, help="of each emulated run, real")
-    parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates of the lone server")
+    parser.add_argument(
+        "--settings", type=_harness.some_of(known), default=known, help=f"comma-separated list of {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--seeds", type=_harness.numbers, default=[1, 2, 3], help="seeds of the runs on the cores of this machine"
+    )
+    parser.add_argument(
+        "--pairs", type=_harness.positive, default=2, help="number of pairs of emulated runs per setting"
+    )
+    parser.add_argument("--minutes", type=float, default=0.5, help="real minutes of each emulated run")
+    parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates in the setting server")
     return parser.parse_intermixed_args(arguments)
 
 
 def _measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     for override in arguments.overrides:
         if (name := override.partition("=")[0]) in _OURS:
-            raise ConfigError(f"{name}: this benchmark sets it, arm by arm")
+            raise ConfigError(f"{name}: must not be given, as the benchmark sets it for each arm")
     alone = _server(arguments) if SERVER in arguments.settings else {}
     runs = {name: _measure(name, arguments) for name in arguments.settings if name != SERVER}
     if runs:
@@ -164,7 +169,7 @@ def _measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Trial]:
-    """The runs of a setting; all arms of a seed are neighbours."""
+    """The runs of a setting; all arms of a seed follow each other."""
     setting = SETTINGS[name]
     arms = {arm: ["mode=async", f"generation.interruption={arm}"] for arm in setting.arms}
     comparison = f"interruption-{name.replace('.', '-')}-{secrets.token_hex(3)}"
@@ -183,7 +188,7 @@ def _server(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> Runs:
-    """Raises ProcessError for a run that failed: a ratio without it would mislead."""
+    """Measure a setting. Raises ProcessError if a run fails: a ratio without it would mislead."""
     found: Runs = {arm: {} for arm in SETTINGS[name].arms}
     if not SETTINGS[name].emulated:
         for trial in trials(name, arguments.seeds, arguments.overrides):
@@ -210,12 +215,14 @@ def _run(trial: Trial) -> Measured:
 
 
 def measure(result: TrialResult) -> Measured:
-    """What the steps of a run say that count. Raises ArealError where there is none."""
+    """Metrics of the measured steps of a run. Raises ArealError if there is none."""
     config, curves = result.trial.config, {key: dict(points) for key, points in result.curves.items()}
     ends = curves.get("time/elapsed_s", {})
     first, last = window(config, ends)
     if last <= first:
-        raise ArealError(f"{result.trial.run_id}: too short for a step that counts; give it more --minutes or steps")
+        raise ArealError(
+            f"{result.trial.run_id}: too short, as no measured step ended; raise --minutes or training.steps"
+        )
     counted = replace(
         result,
         curves={
@@ -233,7 +240,7 @@ def measure(result: TrialResult) -> Measured:
 
     def needed(key: str, value: Callable[[str], float | None]) -> float:
         if (found := value(key)) is None:
-            raise ArealError(f"{result.trial.run_id}: no point of {key} in the steps that count")
+            raise ArealError(f"{result.trial.run_id}: the measured steps have no point of {key}")
         return found
 
     def share(key: str) -> float | None:
@@ -257,8 +264,8 @@ def measure(result: TrialResult) -> Measured:
 
 
 def window(config: RunConfig, ends: Mapping[int, float]) -> tuple[int, int]:
-    """The steps between whose ends a run counts, from the seconds at which steps ended: from its first third on until
-    the version after which nothing is admitted any more."""
+    """First and last measured step, from the end times of steps in seconds.
+    The window is from the first third of the run until the version after which nothing is admitted."""
     return first_end("async", ends), min(max(ends, default=0), config.training.steps - config.max_staleness - 1)
 
 
@@ -266,7 +273,7 @@ def window(config: RunConfig, ends: Mapping[int, float]) -> tuple[int, int]:
 
 
 def report(runs: Mapping[str, Runs]) -> dict[str, Any]:
-    """The results by setting, beside those of the paper. Fit for JSON."""
+    """The results by setting beside those of the paper, as JSON values."""
     found: dict[str, Any] = {}
     for name, arms in runs.items():
         key = name.replace("-", "_")
@@ -299,7 +306,7 @@ def report(runs: Mapping[str, Runs]) -> dict[str, Any]:
 
 
 def server_report(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Of the lone server: ratios to the reference, round by round, and tokens a second. Fit for JSON."""
+    """Results of the setting `server` as JSON values: ratios to the reference by round, and tokens per second."""
     found: dict[str, Any] = {}
     for arm, each in speeds.items():
         over = [speed / waiting for speed, waiting in zip(each, speeds[REFERENCE], strict=True)]
@@ -312,7 +319,7 @@ def server_report(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def ratios(arms: Runs, arm: str, field: str) -> list[float]:
-    """Of an arm to the reference, seed by seed."""
+    """Ratios of an arm to the reference, paired by seed."""
     return [getattr(run, field) / getattr(arms[REFERENCE][seed], field) for seed, run in arms[arm].items()]
 
 
@@ -330,7 +337,7 @@ def table(runs: Mapping[str, Runs]) -> list[str]:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of those that there are; None: there is none."""
+    """Median of the values that are not None; None without values."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

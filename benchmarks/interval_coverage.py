@@ -1,20 +1,20 @@
-"""How often do the intervals of `evaluation/statistics.py` hold the truth, and how often does its paired test see one?
+"""How often do the intervals of `evaluation/statistics.py` contain the truth? How good is its paired test?
 
     python -m benchmarks.interval_coverage [--repetitions 10000] [--pairs 2000]
 
-Benchmarks of P prompts, n completions each, are drawn over and over, their difficulties from a beta distribution with a
+It draws benchmarks of P prompts with n completions each, many times. Difficulties are from a beta distribution with a
 given mean accuracy and a given correlation between two completions of a prompt: 0 if all prompts are equally hard, near
-1 if each is always or never solved. For pass@1, a mean of m and one of 1 - m are the same by symmetry. The second
-checkpoint of a pair is
+1 if each is always or never solved. For pass@1, means of m and 1 - m are equivalent by symmetry. The second checkpoint
+of a pair is
 
-- `same`: as good on every prompt;
-- `redrawn`: on three prompts in ten of another difficulty, drawn anew: as good on the whole, not on every prompt;
-- `all`: right where the first would have failed once in ten times, on every prompt;
-- `few`: the same once in two times, on three prompts in twenty.
+- `same`: equally good on every prompt;
+- `redrawn`: with newly drawn difficulties on three prompts in ten: equally good overall, not on every prompt;
+- `all`: on every prompt, correct in one of ten cases in which the first fails;
+- `few`: the same in one of two cases, on three prompts in twenty.
 
-For each case: `covered`, the share of intervals that hold the truth; for pairs also `rejected`, the share of p-values
-of 0.05 or less (the test's size for the first two, its power for the others), and `disagree`, the share in which the
-p-value and the interval don't say the same about 0. Some minutes on one core.
+For each case: `covered`, the share of intervals that contain the truth. For pairs also `rejected`, the share of
+p-values of at most 0.05 (the size of the test for the first two, its power for the others), and `disagree`, the share
+of pairs whose p-value and interval disagree about 0. Takes some minutes on one core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KS = (1, 8)  # of pass@k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """What benchmarks are drawn from."""
+    """Distribution from which benchmarks are drawn."""
 
     prompts: int  # P
     completions: int  # n of a prompt
@@ -52,8 +52,10 @@ class Benchmark:
 
 def main() -> None:
     args = parser(__doc__, overrides=False)
-    args.add_argument("--repetitions", type=positive, default=10_000, help="of each case")
-    args.add_argument("--pairs", type=positive, default=2000, help="of each case of a pair")
+    args.add_argument("--repetitions", type=positive, default=10_000, help="number of repetitions of each case")
+    args.add_argument(
+        "--pairs", type=positive, default=2000, help="number of repetitions of each case with a pair of checkpoints"
+    )
     given = args.parse_args()
     report(lambda: {"intervals": intervals(given.repetitions), "pairs": pairs(given.pairs)})
 
@@ -82,7 +84,7 @@ def pairs(repetitions: int) -> list[dict[str, Any]]:
 
 
 def covered(benchmark: Benchmark, k: int, repetitions: int, *, seed: int = 0) -> float:
-    """The share of `repetitions` benchmarks whose interval of pass@k holds that of what they were drawn from."""
+    """Share of `repetitions` benchmarks whose interval of pass@k contains the true value."""
     rng = np.random.default_rng(seed)
     n = benchmark.completions
     value_of = pass_at_k(np.arange(n + 1), np.full(n + 1, n), k)  # of each number of correct completions
@@ -93,7 +95,7 @@ def covered(benchmark: Benchmark, k: int, repetitions: int, *, seed: int = 0) ->
 
 
 def paired(benchmark: Benchmark, change: Change, repetitions: int, *, seed: int = 0) -> dict[str, float]:
-    """What came of `repetitions` comparisons of two checkpoints."""
+    """Results of `repetitions` comparisons of two checkpoints."""
     rng = np.random.default_rng(seed)
     before = _difficulties(benchmark, repetitions, rng)
     after, truth = _changed(benchmark, before, change, rng)
@@ -111,7 +113,7 @@ def paired(benchmark: Benchmark, change: Change, repetitions: int, *, seed: int 
 
 
 def _difficulties(benchmark: Benchmark, repetitions: int, rng: np.random.Generator) -> Values:
-    """The chance [repetitions, P] that a completion of a prompt is correct."""
+    """Probability of a correct completion by prompt, [repetitions, P]."""
     shape = repetitions, benchmark.prompts
     if benchmark.correlation == 0:
         return np.full(shape, benchmark.mean)
@@ -120,7 +122,7 @@ def _difficulties(benchmark: Benchmark, repetitions: int, rng: np.random.Generat
 
 
 def _changed(benchmark: Benchmark, before: Values, change: Change, rng: np.random.Generator) -> tuple[Values, float]:
-    """The second checkpoint's chances [repetitions, P], and the true difference of the means."""
+    """Probabilities of the second checkpoint, [repetitions, P], and the true difference of the means."""
     if change == "same":
         return before, 0.0
     if change == "redrawn":
@@ -131,12 +133,12 @@ def _changed(benchmark: Benchmark, before: Values, change: Change, rng: np.rando
 
 
 def _correct(benchmark: Benchmark, difficulties: Values, rng: np.random.Generator) -> NDArray[np.int64]:
-    """The correct completions of every prompt, [repetitions, P]."""
+    """Number of correct completions by prompt, [repetitions, P]."""
     return rng.binomial(benchmark.completions, difficulties)
 
 
 def true_pass_at_k(benchmark: Benchmark, k: int) -> float:
-    """1 - E (1 - p)^k, whose moments of a beta distribution are products; for k = 1 the mean itself."""
+    """True pass@k, 1 - E (1 - p)^k, as a product of beta moments; for k = 1 the mean itself."""
     failed = 1 - benchmark.mean
     if benchmark.correlation == 0:
         return 1 - failed**k

@@ -2,13 +2,13 @@
 
     python -m benchmarks.policies [--seeds 1,2,3] [field=value ...]
 
-`admit` takes the groups that are ready, in order of admission. `wait` takes those with the oldest tokens, and waits
-where the bound needs it. `drop` drops what has become too old. Asynchronous runs of the default task and of
-`experiment=long-tail`, which differ in nothing else, interleaved. For each task and policy:
+`admit` takes ready groups in order of admission. `wait` takes the groups with the oldest tokens, and waits if the bound
+requires it. `drop` drops groups that exceed the bound. The arms are asynchronous runs of the default task and of
+`experiment=long-tail` that differ only in this field, interleaved. For each task and value:
 
 - `over_admit`: effective tokens/s over those of `admit`, the median over seeds of the ratio within a seed;
-- `staleness_max`, `staleness_mean`: of the oldest token of a group, in versions; the worst seed's, and the median;
-- `dropped_share`: of the tokens that were generated, the median.
+- `staleness_max`, `staleness_mean`: of the oldest token of a group, in versions; the worst seed, and the median;
+- `dropped_share`: share of the generated tokens that were dropped, the median.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def report(runs: Mapping[str, Mapping[int, RunSummary]]) -> dict[str, Any]:
-    """Of one task: policy -> seed -> run."""
+    """Results of one task: policy -> seed -> run."""
     return {
         policy: {
             "over_admit": shown(paired_ratio(speeds(of_seed), speeds(runs[REFERENCE]))),

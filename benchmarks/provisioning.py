@@ -1,15 +1,15 @@
-"""Nodes of runs under faults: does anything go on costing, or end, that shouldn't, and can every run go on?
+"""Do nodes leak, or end wrongly, under faults, and can every run continue?
 
     make bench NAME=provisioning ARGS="--faults 2000"
 
-The code that makes, leases, replaces, ends and reaps nodes runs against a store, a cloud, a Terraform and a clock in
-memory (tests/provisioning/model.py). Faults are errors of every kind, lost answers, failing stores and clocks that are
-off. Terraform, owners and reapers are killed, and stopped while others act, at every call. The seed decides all of it.
+The code that creates, leases, replaces, destroys and reaps nodes runs against a store, a cloud, a Terraform and a clock
+in memory (tests/provisioning/model.py). Faults are errors of every kind, lost responses, failing stores and wrong
+clocks. Terraform, owners and reapers are killed at every call, or stopped while others act. The seed decides all.
 
-After the faults the reaper looks, twice at most. `leaked`: things of a run that nobody has. `wrongly_destroyed`: things
-that were ended by another one than the holder of the lease, while there was one. `intruders`: whatever else was changed
-without the lease, and leases taken from somebody who lived. `unfinished_states`: runs that could not go on, and leases
-that were not given back. docs/cloud.md tells the rest.
+After the faults the reaper runs at most twice. `leaked`: resources of a run without an owner. `wrongly_destroyed`:
+resources destroyed by another process while the lease had a holder. `intruders`: other changes without the lease, and
+leases taken from a living holder. `unfinished_states`: runs that could not continue, and leases that were not given
+back. docs/cloud.md has the details.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     logging.disable(logging.NOTSET)
     struck = Counter(one for outcome in outcomes for one in outcome.struck)
     known = {fault.what for fault in campaign.faults()}
-    _harness.tell(f"  by kind: {_counted((kind, count) for (kind, _), count in struck.items())}")
-    _harness.tell(f"  by phase: {_counted((place, count) for (_, place), count in struck.items())}")
+    _harness.tell(f"  faults by kind: {_counted((kind, count) for (kind, _), count in struck.items())}")
+    _harness.tell(f"  faults by phase: {_counted((place, count) for (_, place), count in struck.items())}")
     if nowhere := sorted(" ".join(each) for each in known - struck.keys()):
         more = f", and {len(nowhere) - _NAMED} more" if len(nowhere) > _NAMED else ""
-        _harness.tell(f"  struck nothing: {', '.join(nowhere[:_NAMED])}{more}")
+        _harness.tell(f"  points without a fault: {', '.join(nowhere[:_NAMED])}{more}")
     findings = [outcome.findings for outcome in outcomes]
     return {
         "faults_scripted": struck.total(),

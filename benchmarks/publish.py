@@ -1,20 +1,20 @@
-"""What does a new version cost: the trainer, the servers, and the way between machines?
+"""What does a new version cost the trainer, the servers, and the network between machines?
 
     make bench NAME=publish [ARGS="--rounds 7 --short"]
 
-Of a model of 1.2 GB in float32, on one core; `--short` takes a small one, for tests.
+For a model of 1.2 GB in float32, on one core; `--short` takes a small model, for tests.
 
-- `publish_over_cp`: from the weights in the engine to the announced version, by the trainer's `Publisher`, as a speed
-  over that of `cp` of the same file in the same file system, in turns: the median and an interval for it; and
-  `publish_over_cp_cpu`, the same in CPU seconds, which other processes of a busy machine disturb less;
-- `blocked_over_copy`: what the trainer stands still for a version, its wait for the one before included, over a copy of
+- `publish_over_cp`: speed from the weights in the engine to the announced version, by the trainer's `Publisher`, over
+  the speed of `cp` of the same file in the same file system, in turns: the median and its interval.
+  `publish_over_cp_cpu`: the same in CPU seconds, which depend less on other processes of a busy machine;
+- `blocked_over_copy`: time that a version blocks the trainer, including the wait for the previous one, over a copy of
   as many bytes between two arrays. Between two versions the trainer's core computes for `--step` seconds;
-- `swap_ms`: of the embedded engine while it decodes, without recomputation;
-- `http_gb_per_cpu_s`: bytes of a version from machine to machine, over CPU seconds of the side that serves it and of
-  the side that fetches, hashes and writes it; the lower one;
-- `one_fetch`: requests of a version where eight servers of a machine ask for it at once;
-- `damaged_refused`: the share of damaged, torn and mislabelled versions that a server refuses while it goes on serving,
-  with `served_meanwhile` completions, all of version 0.
+- `swap_ms`: swap of the model weights in the embedded engine while it decodes, without recomputation;
+- `http_gb_per_cpu_s`: GB of a version from machine to machine, per CPU second of the side that serves it and of the
+  side that fetches, hashes and writes it; the lower one;
+- `one_fetch`: requests for a version if eight servers of a machine ask for it at once;
+- `damaged_refused`: share of damaged, torn and mislabelled versions that a server refuses while it serves.
+  `served_meanwhile`: completions in that time, all of version 0.
 """
 
 from __future__ import annotations
@@ -88,9 +88,11 @@ _DAMAGES = ("flipped", "torn", "longer", "another file", "another hash", "not fi
 def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
     parser.add_argument("--rounds", type=_harness.positive, default=7)
-    parser.add_argument("--step", type=float, default=4.0, help="seconds that a training step takes")
-    parser.add_argument("--damaged", type=_harness.positive, default=1000, help="versions that are to be refused")
-    parser.add_argument("--short", action="store_true", help="a small model")
+    parser.add_argument("--step", type=float, default=4.0, help="seconds of a training step")
+    parser.add_argument(
+        "--damaged", type=_harness.positive, default=1000, help="number of versions that the server must refuse"
+    )
+    parser.add_argument("--short", action="store_true", help="use a small model")
     options = parser.parse_args()
     spec, step_s = (SMALL, 0.02) if options.short else (_LARGE, options.step)
     _harness.report(lambda: measure(spec, rounds=options.rounds, step_s=step_s, damaged=options.damaged))
@@ -146,7 +148,7 @@ def _arrays(spec: ModelSpec, seed: int = 0) -> dict[str, NDArray[np.float32]]:
 
 
 class _Controller:
-    """What a publisher asks of it. Every version but the one announced is released."""
+    """Stand-in controller for a publisher. Releases every version except the announced one."""
 
     def __init__(self) -> None:
         self.announced_at = 0.0, 0.0  # by the clock, and in CPU seconds of this process
@@ -229,13 +231,13 @@ def _published(spec: ModelSpec, folder: Path, rounds: int, step_s: float) -> dic
 
 
 def _children_s() -> float:
-    """CPU seconds of children that have ended."""
+    """CPU seconds of child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _compute(seconds: float) -> None:
-    """Products on this core, as a training step has them."""
+    """Compute matrix products on this core, as a training step does."""
     import torch
 
     matrix = torch.ones(512, 512)
@@ -289,7 +291,7 @@ async def _stage(stager: Stager, version: PolicyVersion) -> None:
 
 
 def _serve(root: Path, pipe: Any) -> None:
-    """A run's files, in a process of their own: sends their URL, and at last how often each was asked for."""
+    """Serve a run's files in a process of its own; send the URL, and at the end the requests of each file."""
     asked: Counter[str] = Counter()
 
     @web.middleware
@@ -370,7 +372,9 @@ async def _damaged(folder: Path, count: int) -> dict[str, Any]:
         await client.close()
     finally:
         child.end()
-    assert (versions, loaded) == ({0}, 1), f"served {versions} meanwhile, and version {loaded} at last"
+    assert (versions, loaded) == ({0}, 1), (
+        f"served versions {versions} during the refusals, and version {loaded} at the end"
+    )
     return {"damaged_refused": refused.total() / count, "refused": dict(refused), "served_meanwhile": served}
 
 
@@ -381,7 +385,7 @@ async def _complete(client: GenerationClient, seen: Counter[int]) -> None:
 
 
 async def _refuses(session: aiohttp.ClientSession, version: PolicyVersion) -> bool:
-    """Whether the server refuses to stage a version; one that it stages is not swapped in."""
+    """Whether the server refuses to stage a version. A staged version is not swapped in."""
     async with session.post("/start_weight_update", raise_for_status=True):
         info = {"path": version.path, "digest": version.digest}
     async with session.post("/update_weights", json={"update_info": info}) as response:
@@ -389,7 +393,7 @@ async def _refuses(session: aiohttp.ClientSession, version: PolicyVersion) -> bo
 
 
 def _spoiled(folder: Path, kind: str, good: list[PolicyVersion], drawn: random.Random) -> PolicyVersion:
-    """Version 1 as it must not be loaded."""
+    """Write version 1 in a damaged form, which no server may load."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     file, digest = folder / "model.safetensors", good[0].digest

@@ -1,21 +1,21 @@
-"""Does a pretrained model learn a task in natural language on two cores, how well, how fast, in how much memory?
+"""Does a pretrained model learn a natural-language task on two cores: how well, how fast, in how much memory?
 
     make bench NAME=smollm2 ARGS="--seeds 1,2 --problems 500"
     make bench NAME=smollm2 ARGS="--arms full,lora --seeds 1"
 
-For each seed the experiment `smollm2`, which trains all weights, or `smollm2-lora`, which trains an adapter, or one
-after the other (`--arms`); then the base model and the final one on the same held-out prompts, none of which has been
-trained on, as is checked by hash. For each arm, a list entry a seed:
+For each seed it runs the experiment `smollm2` (trains all weights), `smollm2-lora` (trains an adapter), or both
+(`--arms`). It then scores the base model and the final one on the same held-out prompts. Hashes show that no held-out
+prompt was trained on. For each arm, a list with an entry per seed:
 
-- `accuracy_before`, `accuracy_after`: greedy, by the task's own verifier
-- `lenient_before`, `lenient_after`: of the same completions, those that hold the gold answer as words of their own,
-  whatever stands around it: what was learnt beyond the form of an answer
-- `minutes`: from the moment the first generation server takes work until the last version is published
-- `peak_gib`: memory of all processes of the run at once, of shared pages each one's part, looked at once a second
-- `trainer_gib`: the most that the trainer's rank 0 had, as the kernel counts it
-- `step_s`: median over the steps of the seconds in which the trainer computed
-- `token_us`: the same for a token that was trained on, which other completions' lengths don't change
-- `version_mib`, `checkpoint_mib`: a published version; a checkpoint's weights and optimiser
+- `accuracy_before`, `accuracy_after`: greedy, by the verifier of the task
+- `lenient_before`, `lenient_after`: share of the same completions that contain the gold answer as separate words. This
+  shows learning beyond the form of an answer
+- `minutes`: from the first ready generation server to the last published version
+- `peak_gib`: memory of all processes of the run at once, sampled once a second; shared pages count proportionally
+- `trainer_gib`: peak memory of the trainer's rank 0, as the kernel counts it
+- `step_s`: median over the steps of the trainer's computing time in seconds
+- `token_us`: the same per trained token, which does not depend on the lengths of other completions
+- `version_mib`, `checkpoint_mib`: size of a published version, and of a checkpoint's weights and optimiser
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2])
     parser.add_argument("--problems", type=_harness.positive, default=500)
-    parser.add_argument("--arms", type=_arms, default=["full"], help="full, lora, or both with a comma between")
+    parser.add_argument("--arms", type=_arms, default=["full"], help="comma-separated list of full, lora")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: measure(arguments.arms, arguments.seeds, arguments.problems, arguments.overrides))
 
@@ -66,7 +66,9 @@ def measure(arms: Sequence[str], seeds: Sequence[int], problems: int, overrides:
 def _arms(text: str) -> list[str]:
     arms = text.split(",")
     if unknown := set(arms) - _EXPERIMENTS.keys():
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(_EXPERIMENTS)}, got {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(
+            f"must be a comma-separated list of {', '.join(_EXPERIMENTS)}, got {', '.join(sorted(unknown))}"
+        )
     return arms
 
 
@@ -108,13 +110,15 @@ def _records(model: str, config: RunConfig, problems: int, scratch: Sequence[str
 
 
 def _check_disjoint(config: RunConfig, steps: int, problems: int) -> None:
-    """No prompt of the run, trained on or under way at its end, is one of those that it is scored on."""
+    """Raise ConfigError if a held-out prompt was trained on or in flight at the end of the run."""
     tokenizer = Tokenizer.from_folder(run_folder(config, "run").info().model_path)
     held_out = compose("smollm2", [f"task.held_out={problems}"])
     scored = {prompt.prompt_id for prompt in open_source(held_out, tokenizer).held_out()}
     source, prompts = open_source(config, tokenizer), (steps + 2 * (config.max_staleness + 1)) * config.groups_per_batch
     if both := scored & {source.prompt(index).prompt_id for index in range(prompts)}:
-        raise ConfigError(f"task.held_out: {len(both)} held-out prompts were trained on")
+        raise ConfigError(
+            f"task.held_out: must be disjoint from training, but {len(both)} held-out prompts were trained on"
+        )
 
 
 def _is_said(record: Record) -> bool:

@@ -1,16 +1,16 @@
-"""What does a snapshot cost the training, and how fast is one of a pretrained model?
+"""What does a checkpoint cost the training, and how fast is one of a pretrained model?
 
     make bench NAME=snapshots ARGS="--runs 3"
 
-Default runs in turns: as they are, with a checkpoint at every step, and with none but the last. `cost_share`: the RL
-wall time that a checkpoint adds, from the second arm and the third, as a share of the steps between two of the
-default's; in the background it takes time from the cores, and from the disk. `blocked_share`: what the trainer of the
-first arm stood still for them: what lies between the end of a step's training and what follows, beyond the median of
-steps without one.
+Default runs take turns: as configured, with a checkpoint at every step, and with the last checkpoint only.
 
-`s_per_gb`: a checkpoint of the state of SmolLM2 (135M parameters: weights and two moments in float32), from arrays in
-memory to a committed folder, against `raw_s_per_gb`, one file of as many bytes written and synced by `dd` to the same
-disk; turns of both, the medians.
+- `cost_share`: wall time that a checkpoint adds, from the second and third arms, as a share of the time between two
+  checkpoints of the default. A background checkpoint takes time from the cores and the disk.
+- `blocked_share`: share of time that the trainer of the first arm is blocked by checkpoints. Blocked time is the time
+  between the training of a step and what follows, above the median of steps without a checkpoint.
+- `s_per_gb`: seconds per GB of a checkpoint of SmolLM2 (135M parameters: weights and two moments in float32), from
+  arrays in memory to a committed folder. `raw_s_per_gb`: one file of the same size, written and synced by `dd` on the
+  same disk. Both take turns; the figures are medians.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _training(runs: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def _stood_still(spans: list[Span], every: int) -> float:
-    """Seconds of rank 0 after the training of a step, at steps with a checkpoint, beyond the median of the others."""
+    """Seconds of rank 0 after the training of a step, at steps with a checkpoint, above the median of other steps."""
     own = [span for span in spans if span.process == "trainer-0" and span.kind in ("wait", "recompute", "train")]
     after = {span.step: later.start_s - span.end_s for span, later in itertools.pairwise(own) if span.kind == "train"}
     usual = statistics.median(seconds for step, seconds in after.items() if step is not None and step % every)
@@ -123,7 +123,7 @@ def _pretrained() -> dict[str, Any]:
             ours.append((time.monotonic() - since) / size_gb)
             raw.append(_raw(Path(folder) / "raw", size_gb) / size_gb)
             storage.delete(checkpoint.folder_name(turn, 0))
-            _harness.tell(f"turn {turn}: {ours[-1]:.2f} s a GB, raw {raw[-1]:.2f}")
+            _harness.tell(f"round {turn}: {ours[-1]:.2f} s a GB, dd {raw[-1]:.2f} s a GB")
     return {
         "gb": round(size_gb, 2),
         "s_per_gb": round(statistics.median(ours), 2),

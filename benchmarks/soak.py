@@ -1,11 +1,11 @@
-"""What grows in a run that goes on for long? Memory, handles and threads of its processes, queues, files.
+"""What grows in a long run? Memory, handles and threads of its processes, queues, files.
 
     python -m benchmarks.soak [--minutes 30] [--out FILE] [field=value ...]
 
-A small model makes a step in a fraction of a second, so that what leaks a little a step shows. Everything is looked at
-every few seconds; the last line compares the median of the second third of all looks with that of the last third, and
-tells the change as a share of the former, where there was any. What is kept of every step or score (books, spans,
-metrics, logs) grows by its nature: of that the last line tells the bytes a step.
+A small model makes a step in a fraction of a second, so that a small leak per step shows. The benchmark samples
+everything every few seconds. The last line compares the median of the second third of all samples with that of the last
+third, and prints each change as a share of the former. Records of every step or score (ledger, spans, metrics, logs)
+always grow; the last line has their bytes per step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STATES = ("inflight", "ready")
 
 
 class Soak:
-    """One run, and all that was seen of it."""
+    """One run and all samples of it."""
 
     def __init__(self, config: RunConfig, launcher: psutil.Popen) -> None:
         self._folder = run_folder(config, _RUN).root
@@ -66,7 +66,7 @@ class Soak:
         self.looks: list[dict[str, float]] = []
 
     def look(self) -> None:
-        """Add a look, once the run makes steps."""
+        """Add a sample once the run makes steps."""
         seen: Counter[str] = Counter()
         for process in [self._launcher, *self._launcher.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -96,7 +96,7 @@ class Soak:
             self.looks.append(dict(seen))
 
     def result(self) -> dict[str, Any]:
-        """Changes from the second third to the last one, and what books take."""
+        """Changes from the second third to the last one, and the growth of permanent records."""
         third = len(self.looks) // 3
         middle, last = self.looks[third : 2 * third], self.looks[2 * third :]
         steps = self.looks[-1]["step"]
@@ -128,9 +128,7 @@ class Soak:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="areal-soak-") as state:
-        config = configuration(
-            None, [f"state_dir={state}", f"storage.url={state}/store", *_SETTING, *options.overrides]
-        )
+        config = configuration({}, [f"state_dir={state}", f"storage.url={state}/store", *_SETTING, *options.overrides])
         file = Path(state) / "soak.json"
         file.write_text(json.dumps(config.to_dict()))
         with (Path(state) / "output.txt").open("w+") as output:
@@ -142,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 while time.monotonic() < deadline:
                     time.sleep(_EVERY_S)
                     if launcher.poll() is not None:
-                        raise SystemExit(f"areal: error: the run ended: {Path(output.name).read_text()[-500:]}")
+                        raise SystemExit(f"areal: error: the run ended early: {Path(output.name).read_text()[-500:]}")
                     soak.look()
                     if options.out is not None:
                         options.out.write_text("".join(json.dumps(look) + "\n" for look in soak.looks))
@@ -155,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--out", type=Path, help="every look, as lines of JSON")
+    parser.add_argument("--out", type=Path, help="file for all samples, as lines of JSON")
     options = parser.parse_intermixed_args()
     _harness.report(lambda: measure(options))
 

@@ -1,14 +1,15 @@
-"""Is the split of devices that a run advises the best one? An emulated cluster, with every split tried.
+"""Is the advised split of devices the best one? An emulated cluster runs with every split.
 
     python -m benchmarks.split [--devices 8] [--minutes 0.6] [--speed 100] [field=value ...]
 
-The 1.5B model of `benchmarks.emulated` on so many replicas, with their share of the paper's batch and eta 8, once with
-each number of devices that train. Two of these runs are asked for advice (areal_core.planning.split): the one with the
-fewest generation servers, where generation is the bottleneck, and the one with a single rank, where training is.
-Their advice is compared with what the runs measured, the first third of each left out as in `benchmarks.emulated`:
+It runs the 1.5B model of `benchmarks.emulated` on so many replicas, with their share of the paper's batch and eta 8,
+once for each number of training devices. Two of these runs give advice (areal_core.planning.split): the run with the
+fewest generation servers, whose bottleneck is generation, and the run with one rank, whose bottleneck is training.
+The benchmark compares the advice with the measurements. The first third of each run is left out, as in
+`benchmarks.emulated`:
 
-- `advised_over_best`: throughput of the advised split over that of the best one that was tried;
-- `promised_over_measured`: what the advice says that its split would give, over what it gave.
+- `advised_over_best`: throughput of the advised split over that of the best measured one;
+- `promised_over_measured`: throughput that the advice predicts for its split, over the measured one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Speeds = Mapping[int, float]  # ranks -> tokens/s of the emulated cluster
 def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=0.6, help="of each run, real")
-    parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds in a real one")
+    parser.add_argument("--minutes", type=float, default=0.6, help="real minutes of each run")
+    parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds per real second")
     arguments = parser.parse_intermixed_args()
     _harness.report(lambda: _measure(arguments))
 
@@ -48,7 +49,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             _harness.tell(f"{devices - ranks} servers, {ranks} ranks: {speeds[ranks]:.0f} tokens/s")
             if ranks in (1, devices - 1):
                 advised[ranks] = splits_of_run(run_folder(config, f"ranks-{ranks}"))[0]
-                _harness.tell(f"it advises {advised[ranks]}")
+                _harness.tell(f"advice of this run: {advised[ranks]}")
     return report(speeds, advised)
 
 
@@ -71,7 +72,7 @@ def _run(config: RunConfig, run_id: str) -> float:
 
 
 def report(speeds: Speeds, advised: Mapping[int, Split]) -> dict[str, Any]:
-    """What was advised by the run with so many ranks, beside what was measured. Fit for JSON."""
+    """Advice of the run with this many ranks beside the measurements, as JSON values."""
     best = max(speeds, key=speeds.__getitem__)
     devices = max(speeds) + 1
     found = {

@@ -1,20 +1,21 @@
-"""What do stale trajectories cost, and what does the decoupled objective win back? Both objectives at exact lags.
+"""What do stale trajectories cost, and how much of it does the decoupled objective recover?
 
     python -m benchmarks.staleness [--seeds 1,2,3] [--lags 0,4,8,16] [--steps N] [--out FILE] [--picture FILE]
                                    [field=value ...]
 
-Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated, all of it. One process decodes,
-scores and trains in turns, with the parts of a run but without its controller. So the lag is exact, where a run only
-bounds it. For a seed, every objective and lag has the same prompts in the same order and samples with the same
-random numbers; all start from the same base model. The accuracy is greedy, over all held-out prompts, after the last
-step. At lag 0 both objectives are the same but for rounding, which is there to be seen in the table.
+Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated completely. One process decodes,
+scores and trains in turns, with the parts of a run but without its controller. So the lag is exact, while a run only
+bounds it. For a seed, every objective and lag has the same prompts in the same order and the same random numbers for
+sampling. All start from the same base model. The accuracy is greedy, over all held-out prompts, after the last step. At
+lag 0 both objectives are equal except for rounding, whose size the table shows.
 
 The setting is the default base model and batch (512 completions, groups of 16, 4 minibatches) at a tenth of the default
-learning rate. A lag costs what the policy moves in as many steps, so learning must outlast the longest lag. At the
-default rate the decoupled objective has learned the task within 4 steps. A lag of 8 still means batches of the base
-model then. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is slowed, not kept from
-learning: it may only move so far from a policy that is `lag` versions old, and given enough steps it arrives as well.
-At four times the default rate both objectives lose again what they have learned: nothing to compare either.
+learning rate. The cost of a lag is the distance that the policy moves in as many steps, so learning must outlast the
+longest lag. At the default rate the decoupled objective learns the task within 4 steps, while at lag 8 all batches
+still come from the base model. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is
+slowed, not prevented from learning: its clip range is around a policy that is `lag` versions old, and given enough
+steps it learns the task too. At four times the default rate both objectives forget the task again, so a comparison is
+impossible.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     for file in filter(None, (options.out, options.picture)):
         if not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: its folder must exist")  # told now, not after all runs
+            raise ConfigError(f"{file}: must be in an existing folder")  # told now, not after all runs
     jobs = plan(options.seeds, options.lags, options.overrides)
     outcomes = list(_run_all(jobs))
     if options.out:
@@ -125,11 +126,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) -> list[Job]:
-    """All jobs; makes their base model if no run of its recipe has. Raises what preflight and the warm-up raise."""
+    """Plan all jobs, and make their base model unless it exists. Raises the errors of preflight and warm-up."""
     for override in overrides:
         if (name := override.partition("=")[0]) in _OURS:
-            raise ConfigError(f"{name}: this benchmark sets it, job by job")
-    config = configuration(None, [*_SETTING, *overrides])
+            raise ConfigError(f"{name}: must not be given, as the benchmark sets it for each run")
+    config = configuration({}, [*_SETTING, *overrides])
     preflight(config)
     model = str(base_model(config, _harness.tell))
     return [
@@ -150,7 +151,7 @@ def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) ->
 
 
 def behaviour_version(step: int, lag: int) -> int:
-    """The version that generates the batch of `step`, which trains version step - 1: `lag` older, or the base."""
+    """Version that generates the batch of `step`: `lag` older than the trained version step - 1, at least 0."""
     return max(0, step - 1 - lag)
 
 
@@ -180,7 +181,7 @@ def run_job(job: Job) -> Outcome:
 
 
 class LaggedTraining:
-    """Generation and training in turns, the one exactly `lag` versions behind the other. Versions lie in `store`."""
+    """Generation and training in turns, generation exactly `lag` versions behind. `store` holds the versions."""
 
     def __init__(self, job: Job, store: Path) -> None:
         config, task = job.config, job.config.task
@@ -223,7 +224,7 @@ class LaggedTraining:
             self._generator.swap(self._generator.prepare(tensors), version)
 
     def _roll_out(self, step: int) -> list[ScoredGroup]:
-        """The groups of a step, in the order of their prompts: the same prompts whatever objective and lag."""
+        """The groups of a step in the order of their prompts, which are the same for all objectives and lags."""
         config, size = self._config, self._config.groups_per_batch
         prompts = [self._source.prompt(index) for index in range((step - 1) * size, step * size)]
         requests = [
@@ -273,13 +274,13 @@ class LaggedTraining:
 
 
 def _run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
-    """Run jobs in processes of one thread each; outcomes in the order in which they finish. The first failure ends all
-    that have not started."""
+    """Run jobs in processes of one thread each; return outcomes in the order in which they finish.
+    After the first failure no further job starts."""
     with _harness.processes(_PROCESSES) as pool:
         try:
             for done, future in enumerate(as_completed([pool.submit(run_job, job) for job in jobs]), start=1):
                 outcome = future.result()
-                _harness.tell(f"{done} of {len(jobs)} runs done, this one in {outcome.wall_s:.0f} s")
+                _harness.tell(f"{done} of {len(jobs)} runs finished, the last one in {outcome.wall_s:.0f} s")
                 yield outcome
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -298,7 +299,7 @@ def by_seed(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[int, float]
 
 
 def summary(outcomes: Sequence[Outcome], config: RunConfig) -> dict[str, Any]:
-    """The benchmark's result, fit for JSON: mean accuracy by objective and lag, and what it rests on."""
+    """The result as JSON values: mean accuracy by objective and lag, and its basis."""
     table = by_seed(outcomes)
     means = {
         objective: {str(lag): round(statistics.fmean(seeds.values()), 4) for lag, seeds in lags.items()}
@@ -324,7 +325,7 @@ def summary(outcomes: Sequence[Outcome], config: RunConfig) -> dict[str, Any]:
 
 
 def draw(outcomes: Sequence[Outcome], file: Path) -> None:
-    """Accuracy over lag as a picture: a line through the means, a point for each seed, the base model dotted."""
+    """Draw accuracy over lag: a line through the means, a point for each seed, the base model dotted."""
     from matplotlib.figure import Figure  # half a second of imports that the jobs' processes do without
     from matplotlib.ticker import PercentFormatter
 
@@ -351,9 +352,9 @@ def draw(outcomes: Sequence[Outcome], file: Path) -> None:
         "base model", (1, base), (-4, -12), ("axes fraction", "data"), "offset points", ha="right", color=_INK
     )
     axes.set_title(
-        f"After {outcomes[0].accuracy[-1][0]} steps; a point is a seed, a line their mean", loc="left", fontsize=10
+        f"After {outcomes[0].accuracy[-1][0]} steps. Points: seeds. Lines: means over seeds.", loc="left", fontsize=10
     )
-    axes.set_xlabel("lag: versions between the policy that generates and the one that learns")
+    axes.set_xlabel("lag: policy versions between generation and training")
     axes.set_ylabel("held-out greedy accuracy")
     lags = sorted({outcome.lag for outcome in outcomes})
     axes.set_xticks(lags)
@@ -371,7 +372,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
     parser.add_argument("--lags", type=_harness.numbers, default=[0, 4, 8, 16], help="in versions")
     parser.add_argument("--steps", type=int, help="training.steps")
-    parser.add_argument("--out", type=Path, help="write every run's curves here, JSON")
+    parser.add_argument("--out", type=Path, help="write the curves of all runs to this file, as JSON")
     parser.add_argument("--picture", type=Path, help="draw accuracy over lag into this file")
     options = parser.parse_intermixed_args()
     if options.steps is not None:

@@ -1,17 +1,17 @@
-"""What does a staleness bound for every token cost where some rollouts are long, and a few hang?
+"""What does a staleness bound for every token cost if some rollouts are long and a few hang?
 
     python -m benchmarks.stragglers [--seeds 1,2,3] [--steps 60] [--deadline 60]
 
-The controller's own core (admission, gate, ledger, batches, environment) in virtual time, on one emulated server of 64
-slots. The time of a rollout is log-normal (median 1, sigma 1.2), and one in 200 hangs. A batch has 32 groups of 16, and
-eta is 4. Training takes a tenth of the time that generating a batch takes. The arms differ in
+The controller's own core (admission, gate, ledger, batches, environment) runs in virtual time, on one emulated server
+with 64 slots. The time of a rollout is log-normal (median 1, sigma 1.2), and one in 200 hangs. A batch has 32 groups of
+16, and eta is 4. Training takes a tenth of the generation time of a batch. The arms differ in
 `rollout.batch_selection`; all have the same prompts, times and deadline.
 
-- `over_admit`: rollouts trained on in a unit of time, over those of `admit`; the median over seeds;
-- `staleness_max`: of a batch's oldest token, in versions; eta is 4;
-- `cut_share`: of the rollouts that don't hang, those that the deadline has cut;
-- `deadline_percentile`: of the times of rollouts that don't hang, where the deadline lies;
-- `longest_wait`: batches by which a prompt was trained on later than in the order of prompts, at most.
+- `over_admit`: trained rollouts per unit of time, over those of `admit`; the median over seeds;
+- `staleness_max`: of the oldest token of a batch, in versions; eta is 4;
+- `cut_share`: share of rollouts that do not hang but exceed the deadline;
+- `deadline_percentile`: percentile of the deadline among the times of rollouts that do not hang;
+- `longest_wait`: largest delay of a prompt in batches, compared with the order of prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLICIES = ("admit", "wait", "drop")
 
 @dataclass(eq=False)
 class Server:
-    """64 slots; a completion has its time from its request's seed, whatever the arm."""
+    """Emulated server with 64 slots. The seed of a request sets the time of its completion, in all arms."""
 
     freed: Any = None
     version: int = 0
@@ -80,11 +80,11 @@ class Server:
         self.version = version.version
 
     async def abort_all(self) -> None:
-        """Nothing is handed over: what runs is cancelled with its group."""
+        """Hand over nothing: running completions are cancelled with their group."""
 
 
 def drawn(seed: int, index: int) -> float | None:
-    """The time of a completion; None: it hangs."""
+    """Time of a completion; None: it hangs."""
     rng = random.Random(f"{seed}/{index}")
     return None if rng.random() < HANGS else rng.lognormvariate(0.0, SIGMA)
 

@@ -1,18 +1,18 @@
-"""What is asynchrony worth on this machine's cores, and does it cost quality? Pairs of runs, interleaved in time.
+"""How much faster is asynchronous training on the cores of this machine, and does it cost quality?
 
     python -m benchmarks.sync_vs_async [--seeds 1,2,3,4,5]
 
-Four questions, each a ratio of effective tokens/s, median over seeds of the ratio within a seed:
+Four ratios of effective tokens/s, each the median over seeds of the ratio within a seed. Runs are interleaved in time:
 
-- `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline: every core generates,
-  then every core trains, with no forward pass for a proximal policy that would be the behaviour policy;
-- `long_tail_over_strong`: the same where batches are small and completions vary widely in length
+- `standard_over_strong`: the default task, asynchronous over the strong synchronous baseline. In the baseline every
+  core generates, then every core trains, without a forward pass for a proximal policy that equals the behaviour policy;
+- `long_tail_over_strong`: the same with small batches of completions of very different lengths
   (`experiment=long-tail`);
-- `standard_over_naive`, `long_tail_over_naive`: against a synchronous run that trains on one core only, which where
-  batches are small is no weaker.
+- `standard_over_naive`, `long_tail_over_naive`: over a synchronous run that trains on one core only. With small
+  batches this baseline is no weaker.
 
-All arms of a seed have the same prompts, train on the same number of trajectories and have the same two cores. Only the
-base and the last version are scored: the cores are for generating and training.
+All arms of a seed have the same prompts, the same number of trained trajectories and the same two cores. Only the base
+model and the last version are scored, so that the cores generate and train.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def command(text: str, measure: Measure, *, seeds: Sequence[int]) -> None:
-    """A benchmark of runs over seeds as a command; `text` describes it."""
+    """Command of a benchmark that compares runs over seeds; `text` describes it."""
     parser = _harness.parser(text)
     parser.add_argument("--seeds", type=_harness.numbers, default=seeds)
     arguments = parser.parse_intermixed_args()
@@ -78,11 +78,9 @@ def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
 def run_arms(
     experiment: str, arms: Mapping[str, Sequence[str]], seeds: Sequence[int], overrides: Sequence[str]
 ) -> dict[str, dict[int, RunSummary]]:
-    """Summaries by arm and seed. Raises ProcessError for a run that failed: a ratio without it would mislead."""
+    """Summaries by arm and seed. Raises ProcessError if a run fails: a ratio without it would mislead."""
     if any(override.partition("=")[0] == "generation.engine" for override in overrides):
-        raise ConfigError(
-            "generation.engine: this benchmark is of this machine's cores; benchmarks.emulated has others"
-        )
+        raise ConfigError("generation.engine: must not be given; benchmarks.emulated measures emulated clusters")
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     common = ["tracking=off", f"evaluation.every={_harness.NEVER}", *overrides]
     trials = plan_trials(comparison, experiment, arms, seeds, common)

@@ -1,9 +1,9 @@
-"""How long does the main job take to learn? The default experiment for several seeds, each from the same base model.
+"""How long does the default experiment take to learn its task? Several seeds, each from the same base model.
 
     python -m benchmarks.time_to_score [--seeds 1,2,3] [field=value ...]
 
-`rl_wall_s` runs from the moment the first generation server takes work until the last version is published; start-up
-and the cached warm-up are outside. Both accuracies are greedy, over all held-out prompts.
+`rl_wall_s` runs from the first ready generation server to the last published version; it excludes the start and the
+cached warm-up. Both accuracies are greedy, over all held-out prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(seeds: list[int], overrides: list[str]) -> dict[str, Any]:
 
 
 def _run(seed: int, overrides: list[str]) -> RunSummary:
-    config = configuration(None, ["name=time-to-score", f"seed={seed}", *overrides])
+    config = configuration({}, ["name=time-to-score", f"seed={seed}", *overrides])
     return execute(config, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
 
 

@@ -1,31 +1,29 @@
-"""How fast does the trainer train on one core, beside padding and beside fixed micro-batches, and what else does a step
-cost?
+"""How fast is the trainer on one core beside padding and fixed micro-batches, and what is the overhead of a step?
 
     python -m benchmarks.training [--rounds 9] [--seeds 1,2,3] [field=value ...]
 
-Speeds are real tokens (no padding) of a batch of about 8192, prompts included, by CPU second of one thread: cutting and
-packing, forward pass, backward pass and optimiser; one minibatch. A round measures every arm on a batch of its own,
-each round another arm first; ratios are medians of those within a round. All arms start from the same weights and have
-the same loss; that they have the same gradient is checked before anything is measured (`_padded_training`,
+Speeds are real tokens (no padding) per CPU second of one thread, on a batch of about 8192 tokens, prompts included, in
+one minibatch: cutting and packing, forward pass, backward pass and optimiser. Each round measures every arm on another
+batch and begins with another arm; ratios are medians of the ratios within a round. All arms start from the same weights
+and have the same loss. Before the measurements a check compares their gradients (`_padded_training`,
 `_training_offline`).
 
-- `packed_over_padded`, `packed_over_sorted`: the engine of a run over the whole batch padded to its longest sequence,
-  and over length-sorted padded micro-batches; both at the micro-batch size at which they were fastest. Width 128, 4
-  layers; completions log-normal (median 64, sigma 0.8), truncated at 432, after prompts of 16: `long_tail`. The same
-  with the default model and worked solutions of the default task, which have 16 lengths at most: `default`.
-- `shared_over_packed`: the same engine where a group's prompt is computed once for its completions, as in a run on a
-  CPU, over packs of whole sequences, in tokens of the trajectories; again both at their fastest size. `default` as
-  above; `prompt200`: the default model, prompts of 200 tokens with 8 completions of 50. `shared_allows` is what the
-  tokens that are saved allow.
+- `packed_over_padded`, `packed_over_sorted`: the engine of a run, over padding of the batch to its longest sequence,
+  and over length-sorted padded micro-batches; both at their fastest micro-batch size. `long_tail`: width 128, 4 layers;
+  completions log-normal (median 64, sigma 0.8), truncated at 432, after prompts of 16 tokens. `default`: the default
+  model and worked solutions of the default task, which have at most 16 lengths.
+- `shared_over_packed`: the same engine with prompts computed once per group, as in a run on a CPU, over packs of
+  complete sequences, in tokens of the trajectories; both at their fastest size. `default` as above; `prompt200`: the
+  default model, prompts of 200 tokens with 8 completions of 50. `shared_allows` is the limit set by the saved tokens.
 - `dynamic_over_fixed`: Algorithm 1 over a constant number of sequences a micro-batch, both within C tokens and packed:
-  `long_tail` with C = 512, which is to the longest sequence as the paper's 32768 to its 28672: a constant number can
-  then be 1 only. Other C beside it. `peak_mib` is what an update held at its highest, each in a process of its own: a
-  fixed number has to allow for sequences that are all of the longest length, and so seldom uses what it may. One ratio
-  more is to the fixed number that happened to hold about as much, which nobody could have known before.
-- `overhead_share`: share of a trainer's step that is neither forward pass, loss, backward pass nor optimiser, without
-  waiting for the batch: 1 - sum(time/compute_s) / sum(time/trainer_s) over the steps after the first of real runs of
-  the default experiment, `field=value` applied to them; the median over seeds. Both are by the clock: what the trainer
-  does in the background, such as writing a version, takes the same core and counts as part of whatever it interrupts.
+  `long_tail` with C = 512, whose ratio to the longest sequence is that of the paper's 32768 to its 28672, so that the
+  constant number can only be 1. Other values of C are beside it. `peak_mib` is the peak memory of an update in a
+  process of its own. A fixed number must fit sequences that all have the longest length, and so seldom uses its limit.
+  One more ratio is to the fixed number with about the same memory, which cannot be known in advance.
+- `overhead_share`: share of a trainer's step outside of forward pass, loss, backward pass and optimiser, without the
+  wait for the batch: 1 - sum(time/compute_s) / sum(time/trainer_s) over the steps after the first of real runs of the
+  default experiment with `field=value` applied; the median over seeds. Both are wall time: background work of the
+  trainer, such as writing a version, uses the same core and counts for the interrupted part.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict
     _harness.tell(f"overhead share by seed: {shares}")
     for name in offline.SETTINGS | offline.SHARING:
         apart(offline.check, name)
-        _harness.tell(f"{name}: all arms make the same gradient")
+        _harness.tell(f"{name}: all arms have the same gradient")
     speeds = {name: apart(offline.speeds, name, rounds) for name in offline.SETTINGS}
     sharing = {name: apart(offline.sharing, name, rounds) for name in offline.SHARING}
     allowed = {name: apart(offline.saved, name) for name in offline.SHARING}
@@ -74,7 +72,7 @@ def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict
 
 
 def sharing_figures(rounds: Mapping[str, Rounds], allowed: Mapping[str, float]) -> dict[str, Any]:
-    """What computing prompts once is worth, and what the saved tokens allow."""
+    """Speedup by shared prompts, and its limit by the saved tokens."""
     over = {
         name: ratios(measured, fastest(measured, "shared"), fastest(measured, "packed"))
         for name, measured in rounds.items()
@@ -90,7 +88,7 @@ def sharing_figures(rounds: Mapping[str, Rounds], allowed: Mapping[str, float]) 
 def figures(
     speeds: Mapping[str, Rounds], cuts: Rounds, peaks: Mapping[str, float], shares: Mapping[int, float]
 ) -> dict[str, Any]:
-    """What packing and Algorithm 1 are worth, and what else a step costs."""
+    """Speedups by packing and by Algorithm 1, and the overhead share of a step."""
     over = {
         name: {
             "padded": ratios(rounds, fastest(rounds, "packed"), "padded"),
@@ -123,13 +121,13 @@ def medians(rounds: Rounds) -> dict[str, int]:
 
 
 def fastest(rounds: Rounds, prefix: str) -> str:
-    """The arm with the best median among those whose names begin with `prefix`."""
+    """Name of the arm with the best median among those whose names begin with `prefix`."""
     arms = {arm: speed for arm, speed in medians(rounds).items() if arm.startswith(prefix)}
     return max(arms, key=arms.__getitem__)
 
 
 def alike(peaks: Mapping[str, float], arm: str, prefix: str) -> str:
-    """The arm whose peak is nearest to that of `arm`, among those whose names begin with `prefix`."""
+    """Name of the arm with the peak nearest to that of `arm`, among those whose names begin with `prefix`."""
     return min((other for other in peaks if other.startswith(prefix)), key=lambda other: abs(peaks[other] - peaks[arm]))
 
 
@@ -138,7 +136,7 @@ def ratios(rounds: Rounds, arm: str, other: str) -> list[float]:
 
 
 def overhead_share(history: History) -> float:
-    """The overhead share of the steps after the first, whose one-time costs do not count."""
+    """Overhead share of all steps except the first, whose one-time costs do not count."""
 
     def seconds(key: str) -> float:
         return sum(value for step, value in history[key].items() if step > 1)
@@ -147,16 +145,16 @@ def overhead_share(history: History) -> float:
 
 
 def _run(seed: int, overrides: Sequence[str]) -> History:
-    """The metrics of a real run of the default experiment."""
+    """Metrics of a real run of the default experiment."""
     common = ["name=bench-training", "tracking.enabled=false", f"evaluation.every={_harness.NEVER}", f"seed={seed}"]
-    config = configuration(None, [*common, *overrides])
+    config = configuration({}, [*common, *overrides])
     run_id = f"bench-training-{secrets.token_hex(3)}"
     execute(config, run_id=run_id, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
     return _harness.history(config, run_id)
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call it in a process of its own, which has one thread and has done nothing else."""
+    """Call a function in a fresh process with one thread."""
     with _harness.processes(1) as pool:
         result = pool.submit(function, *arguments).result()
     _harness.tell(f"{function.__name__}{arguments}: {result}")

@@ -1,23 +1,24 @@
-"""How fast is it beside TRL? This system and TRL's GRPOTrainer on the same task, in turns on the same cores.
+"""How fast is this system beside TRL? Both train on the same task with the same cores, in turns.
 
     python -m benchmarks.trl [--models embedded,smollm2] [--seeds 1,2,3] [--steps 25] [--score 0.75] [field=value ...]
 
-Two comparisons, each an experiment of this system: `embedded`, the default one, and `smollm2`, a pretrained model of
-135M parameters (`CASES`). Both systems start from the same model and get the same prompts in the same order, the same
+Two comparisons, each an experiment of this system (`CASES`): `embedded`, the default one, and `smollm2`, a pretrained
+model of 135M parameters. Both systems start from the same model. They get the same prompts in the same order, the same
 verifier, batch, number of optimiser updates a batch, optimiser, clipping, precision and limits (`grpo_arguments`), and
-`launch.devices` cores. TRL runs in .venv-trl (`make bench NAME=trl` makes it), by `benchmarks.peers.trl_grpo`, whose
-text says how it was tuned.
+`launch.devices` cores. TRL's GRPOTrainer runs in .venv-trl (`make bench NAME=trl` creates it). The docstring of
+`benchmarks.peers.trl_grpo` says how TRL was tuned.
 
-A step is a batch of completions, 512 or 128, generated and trained on. What is compared are two systems, not two loops:
-ours generates and trains at once on data up to two versions old, packs, computes a prompt once for its completions, and
-spends nothing on completions without an advantage (of the embedded model a third to a half of the tokens, as the policy
-gets good), where TRL takes turns, pads and computes all. Time runs from the first generation to the last step, the
-first step included; loading, model making and evaluation are outside, on both sides. Where there is a score to reach,
-every version is kept and scored afterwards in the same way on the same held-out prompts, and time to score is the
-training time of the first version whose score is at least that. A speed-up is TRL's time over ours for one seed; the
-figure printed is the median over seeds. Of each system and seed are also told: mean reward of each batch, CPU seconds a
-step of the processes that generate and train, and the peak memory of all of its processes; of ours what bounded it.
-Overrides are of our experiments; TRL is told of those that `grpo_arguments` reads.
+A step generates and trains on a batch of 512 or 128 completions. The comparison is of two systems, not of two loops.
+Ours generates and trains concurrently on data up to two versions old, packs, and computes a prompt once for its
+completions. It does not train on completions without an advantage (for the embedded model a third to a half of the
+tokens, as the policy improves). TRL alternates, pads, and computes everything.
+
+Time runs from the first generation to the last step, the first step included. Loading, model making and evaluation are
+excluded for both. If there is a score to reach, every version is kept and scored afterwards in the same way on the same
+held-out prompts. Time to score is the training time of the first version that reaches the score. A speedup is TRL's
+time over ours for one seed; the printed figure is the median over seeds. For each system and seed there are also: mean
+reward of each batch, CPU seconds a step of the processes that generate and train, and the peak memory of all processes;
+for ours the bottleneck report. Overrides apply to our experiments; TRL gets those that `grpo_arguments` reads.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ Arrays = Mapping[str, Any]  # tensor name -> array
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared on: an experiment of this system, and how TRL does the same."""
+    """One comparison: an experiment of this system, and the equivalent settings of TRL."""
 
     experiment: str
     steps: int
@@ -109,7 +110,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One system, one seed."""
+    """Measurements of one system with one seed."""
 
     elapsed_s: tuple[float, ...]  # since training began, after each step
     accuracy: Mapping[int, float] = field(default_factory=dict[int, float])  # step -> held-out, of those scored
@@ -136,8 +137,8 @@ Measurements = Mapping[int, Mapping[str, Measurement]]  # seed -> system -> meas
 
 
 def speedups(measured: Measurements, target: float | None) -> dict[str, Any]:
-    """TRL's time over ours: median, interval and its coverage. To the score it is None unless there is one, and both
-    reached it with every seed."""
+    """TRL's time over ours: median, interval and its coverage.
+    The speedup to a score is None unless a score is given and both systems reach it with every seed."""
 
     def ratios(seconds: Mapping[str, Mapping[int, float | None]]) -> dict[str, Any] | None:
         known = {
@@ -165,8 +166,8 @@ def speedups(measured: Measurements, target: float | None) -> dict[str, Any]:
 
 
 def grpo_arguments(config: RunConfig, ranks: int, output: Path) -> dict[str, Any]:
-    """GRPOConfig for the experiment `config` on `ranks` processes. First what has to be equal, then what makes TRL fast
-    here; why is told in `benchmarks.peers.trl_grpo`."""
+    """GRPOConfig for the experiment `config` on `ranks` processes.
+    Settings that must be equal come first, then those that make TRL fast here (see `benchmarks.peers.trl_grpo`)."""
     training, algorithm = config.training, config.algorithm
     return {
         "seed": config.seed,
@@ -208,7 +209,7 @@ def grpo_arguments(config: RunConfig, ranks: int, output: Path) -> dict[str, Any
 
 
 def ranks_of_trl(cores: Sequence[int], case: Case) -> list[list[int]]:
-    """The cores of each rank."""
+    """Cores of each rank."""
     ranks = case.ranks or len(cores)
     return [list(cores[rank::ranks]) for rank in range(ranks)]
 
@@ -216,7 +217,7 @@ def ranks_of_trl(cores: Sequence[int], case: Case) -> list[list[int]]:
 def train_trl(
     config: RunConfig, case: Case, model: Path, folder: Path, cores: Sequence[int]
 ) -> tuple[Training, dict[str, str]]:
-    """Train with TRL; also the versions of its packages. Raises ProcessError with the end of its log."""
+    """Train with TRL; also return the versions of its packages. Raises ProcessError with the end of its log."""
     folder.mkdir(parents=True)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts(config, case, model)))
     ranks = ranks_of_trl(cores, case)
@@ -237,7 +238,7 @@ def train_trl(
     steps = config.training.steps
     versions = [load_file(file) for file in sorted(folder.glob("step-*.safetensors"))]
     if len(reports[0]["elapsed_s"]) != steps or len(versions) not in (0, steps):
-        raise ProcessError(f"TRL made {len(reports[0]['elapsed_s'])} of {steps} steps; see {folder}")
+        raise ProcessError(f"TRL finished only {len(reports[0]['elapsed_s'])} of {steps} steps; see {folder}")
     training = Training(
         elapsed_s=tuple(reports[0]["elapsed_s"]),
         reward=tuple(fmean(means) for means in zip(*(report["reward"] for report in reports), strict=True)),
@@ -249,8 +250,8 @@ def train_trl(
 
 
 def prompts(config: RunConfig, case: Case, model: Path) -> list[dict[str, str]]:
-    """The prompts of the whole run in their order: the text whose tokens ours are fed, special ones written out, and
-    what is judged by."""
+    """Prompts of the run in order: the text with special tokens written out, and the gold answers.
+    Both systems get the same tokens."""
     tokenizer = Tokenizer.from_folder(model)
     source = open_source(config, tokenizer)
     made = [source.prompt(index) for index in range(config.training.steps * config.groups_per_batch)]
@@ -276,25 +277,25 @@ def _launch(folder: Path, ranks: int) -> None:
         try:
             code = peer.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ProcessError(f"TRL did not end within {TIMEOUT_S:g} s; see {log}") from None
+            raise ProcessError(f"TRL timed out after {TIMEOUT_S:g} s; see {log}") from None
         finally:
             peer.terminate()
             peer.wait()
     if code:
         end = " | ".join(log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
-        raise ProcessError(f"TRL exited with code {code}; see {log}: {end}")
+        raise ProcessError(f"TRL exited with status {code}; see {log}: {end}")
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
 def train_areal(config: RunConfig, case: Case, run: RunDir) -> Training:
-    """Run the prepared run `run` to its end. Every version that it publishes is kept if there is a score to reach."""
+    """Run the prepared run `run` to its end. If there is a score to reach, keep every published version."""
     keeping = contextlib.nullcontext([]) if case.score is None else kept_versions(run.weights)
     with PeakMemory() as memory, keeping as versions:
         summary = execute(config, run_id=run.info().run_id, log=_harness.tell)
     if case.score is not None and len(versions) != summary.steps:
-        raise ProcessError(f"version {len(versions) + 1} of {run.root} was gone before it could be kept")
+        raise ProcessError(f"{run.root}: version {len(versions) + 1} was deleted before the benchmark copied it")
     history, steps = _harness.history(config, run.info().run_id), range(1, summary.steps + 1)
     return Training(
         elapsed_s=tuple(history["time/elapsed_s"][step] for step in steps),
@@ -308,7 +309,7 @@ def train_areal(config: RunConfig, case: Case, run: RunDir) -> Training:
 
 @contextlib.contextmanager
 def kept_versions(store: Path) -> Iterator[list[Arrays]]:
-    """The weights of versions 1, 2, ... that appear in the folder `store`, while the context is open."""
+    """Context manager that collects the model weights of versions 1, 2, ... from the folder `store`."""
     kept: list[Arrays] = []
     closing = threading.Event()
 
@@ -335,7 +336,7 @@ def kept_versions(store: Path) -> Iterator[list[Arrays]]:
 
 
 def score(training: Training, scorer: Scorer, folder: Path, target: float) -> dict[int, float]:
-    """Accuracy by step, in their order up to the first version that reaches `target`, and of the last one."""
+    """Accuracy by step, in order up to the first version that reaches `target`, and of the last version."""
     accuracy: dict[int, float] = {}
     last = len(training.versions)
     for step in range(1, last + 1):
@@ -346,9 +347,9 @@ def score(training: Training, scorer: Scorer, folder: Path, target: float) -> di
 
 
 def measure(case: Case, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    """Train both systems with every seed and compare them. Raises ArealError for what goes wrong in either."""
+    """Train both systems with every seed and compare them. Raises ArealError if either fails."""
     if not PYTHON.exists():
-        raise ConfigError(f"{PYTHON.parents[1].name}: TRL's environment is absent; `make bench NAME=trl` makes it")
+        raise ConfigError(f"{PYTHON.parents[1].name} is missing; create it with `make bench NAME=trl`")
     with _harness.scratch_runs() if case.scratch else contextlib.nullcontext(["tracking.enabled=false"]) as its:
         return _measure(case, {seed: _config(case, seed, [*its, *overrides]) for seed in seeds})
 
@@ -395,7 +396,7 @@ def _measure(case: Case, configs: Mapping[int, RunConfig]) -> dict[str, Any]:
 
 
 def own_versions() -> dict[str, str]:
-    """Of this package and of torch, by the names that the JSON has."""
+    """Versions of this package and of torch, by their JSON names."""
     return {name: importlib.metadata.version(package) for name, package in _OWN.items()}
 
 
@@ -404,7 +405,7 @@ def _config(case: Case, seed: int, overrides: Sequence[str]) -> RunConfig:
 
 
 def _timed(config: RunConfig) -> RunConfig:
-    """`config` without evaluation beside the training, which TRL doesn't do either."""
+    """`config` without evaluation during training, which TRL does not do either."""
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, enabled=False))
 
 
@@ -433,8 +434,10 @@ def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(CASES)), default=list(CASES))
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
-    parser.add_argument("--steps", type=_harness.positive, help="of each model, instead of its own number")
-    parser.add_argument("--score", type=float, help="held-out accuracy, 0 to 1, instead of each model's own")
+    parser.add_argument(
+        "--steps", type=_harness.positive, help="training steps per model; default: the number of its case"
+    )
+    parser.add_argument("--score", type=float, help="held-out accuracy to reach, 0 to 1; default: that of each case")
     options = parser.parse_intermixed_args()
 
     chosen = {name: value for name in ("steps", "score") if (value := getattr(options, name)) is not None}

@@ -1,45 +1,46 @@
-r"""Do verifiers pay for right answers, for nothing else, and at what cost?
+r"""Do verifiers reward correct answers and nothing else, and at what cost?
 
     python -m benchmarks.verifiers [--data FOLDER] [--seed 1]
 
-Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Minerva where FOLDER holds their files
-(gsm8k-test.jsonl, aime24.jsonl, amc23.jsonl, minerva-math.jsonl), judged by the verifier `mathematics`; and HumanEval
-(humaneval.jsonl), or `benchmarks/problems.jsonl` without FOLDER, by the verifier `code`:
+The verifier `mathematics` judges gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Minerva if
+FOLDER has their files (gsm8k-test.jsonl, aime24.jsonl, amc23.jsonl, minerva-math.jsonl). The verifier `code` judges
+HumanEval (humaneval.jsonl), or `benchmarks/problems.jsonl` without FOLDER:
 
-- `math_gold`: per benchmark, the share of gold answers that are right as the end of a sentence, in a box, as a formula
-- `math_reformatted`: per form, the share that is right: other spacing, \dfrac, decimal for fraction and fraction for
-  decimal where that is exact, thousands separators, a unit
-- `math_wrong_accepted`: per kind, the share of wrong answers that count as right: a digit or the sign changed, another
-  problem's answer, a part of the gold one, its beginning, a fraction inverted
-- `e1_wrong`: of pairs whose verdict is beyond doubt, those that come out otherwise
-- `math_per_cpu_s`: of all of these together, a CPU second; `_by`: per benchmark
+- `math_gold`: per benchmark, share of gold answers judged correct at the end of a sentence, in a box, and as a formula
+- `math_reformatted`: per form, share judged correct: other spacing, \dfrac, decimal for fraction and fraction for
+  decimal if exact, thousands separators, a unit
+- `math_wrong_accepted`: per kind, share of incorrect answers judged correct: a changed digit or sign, another problem's
+  answer, a part of the gold answer, its beginning, an inverted fraction
+- `e1_wrong`: of pairs with an undisputed verdict, those that get the other one
+- `math_per_cpu_s`: verdicts of all of these per CPU second; `_by`: per benchmark
 - `cases_correct`, `cases_false_accept`: of `benchmarks/math_cases.jsonl`, the share with the expected verdict, and the
-  number of wrong answers that count as right
-- `evaluator_mixed`: of 2,000 formulas that the evaluator judges 1, 8 and 64 at once, verdicts that are not theirs
-- `plain_per_cpu_s`, `formulas_per_cpu_s`: verdicts on whole numbers, and on distinct formulas, a CPU second
-- `hostile_cpu_s`: CPU seconds of the dearest of answers made to hold a verifier up
-- `math_p99_ms`: 99th percentile of an honest answer's time in one of two reward workers, whose other one is given
+  number of incorrect answers judged correct
+- `evaluator_mixed`: number of verdicts assigned to a wrong problem, among 2,000 formulas that the evaluator judges 1, 8
+  and 64 at a time
+- `plain_per_cpu_s`, `formulas_per_cpu_s`: verdicts per CPU second on whole numbers, and on distinct formulas
+- `hostile_cpu_s`: CPU seconds of the most expensive of the answers that are made to slow a verifier down
+- `math_p99_ms`: 99th percentile of the time of an honest answer in one of two reward workers, while the other one gets
   hostile answers all the time
-- `reasoning_gym_per_cpu_s`: verdicts on gold and wrong answers of ten data sets, none asked for twice, a CPU second of
-  the verifier, its fork server and the forks; the entries are made before
+- `reasoning_gym_per_cpu_s`: verdicts on correct and incorrect answers of ten data sets, without repetition, per CPU
+  second of the verifier, its fork server and the forks; the entries are generated before
 
-- `gym_gold`: of 25 entries of each data set of reasoning-gym, the share whose gold answer, or a solution that is
-  computed for it, has the full score; `gym_unmeasured`: data sets that have neither, or make no entry by default
-- `gym_hedge`: of hedges (None, junk, the gold answer beside others), those that earn more than the data set's own rule
-  gives; `gym_raised`: those without a verdict, which cost a group a try
+- `gym_gold`: of 25 entries of each data set of reasoning-gym, share whose gold answer, or a computed solution, gets the
+  full score; `gym_unmeasured`: data sets that have neither, or make no entry by default
+- `gym_hedge`: of hedges (None, junk, the gold answer beside others), those that score above the rule of the data set;
+  `gym_raised`: those without a verdict, each of which costs a group an attempt
 
 - `human_eval_pass`: of `human_eval_problems` solutions, those that pass
-- `programs_per_cpu_s`: verdicts on these solutions, a CPU second of the verifier and its sandboxes
-- `code_cases_correct`: of `code_cases` answers (`benchmarks/code_cases.jsonl`), those judged as they must be;
-  `code_cases_false_accept`: those judged right that are not
-- `mutants_pass`: of as many mutants, one of each solution, those that pass; `mutants_equivalent` of these make no
-  difference, for a reason given in `benchmarks/_mutants.py`. `mutants_redrawn` were drawn again: they passed, but give
-  what the solution gives for everything that the problem's tests ask, so that no verifier could tell
+- `programs_per_cpu_s`: verdicts on these solutions per CPU second of the verifier and its sandboxes
+- `code_cases_correct`: of `code_cases` answers (`benchmarks/code_cases.jsonl`), those with the expected verdict;
+  `code_cases_false_accept`: incorrect ones judged correct
+- `mutants_pass`: of one mutant of each solution, those that pass; `mutants_equivalent` of these make no difference, for
+  a reason in `benchmarks/_mutants.py`. `mutants_redrawn` were replaced: they passed, but agree with the solution on
+  every input of the problem's tests, so that no verifier could tell them apart
 - `attacks_contained`: of `attacks` programs (`benchmarks/attacks.txt`), those that gain nothing
-- `code_per_s`: verdicts a second on these solutions, of two reward workers
+- `code_per_s`: verdicts per second on these solutions, with two reward workers
 
-Every gold answer that is missed, every wrong one that is accepted, every mutant that passes and whatever an attack
-achieves is listed in the progress.
+Progress lines list every rejected gold answer, every accepted incorrect one, every passing mutant and every successful
+attack.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ HOSTILE = (
 
 def main() -> None:
     command = parser(__doc__, overrides=False)
-    command.add_argument("--data", type=Path, help="folder with the benchmarks' files")
+    command.add_argument("--data", type=Path, help="folder with the files of the benchmarks")
     command.add_argument("--seed", type=int, default=1)
     given = command.parse_args()
     report(
@@ -148,7 +149,7 @@ def gold_answers(data: Path | None) -> dict[str, list[str]]:
     for name, (file, fields) in FILES.items() if data is not None else ():
         path = data / file
         if not path.is_file():
-            raise ConfigError(f"--data: {path} is not there")
+            raise ConfigError(f"--data: must be a folder with the file {path.name}, got {path.parent}")
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         answers = [gold_answer(str(next(row[field] for field in fields if field in row))) for row in rows]
         found[name] = [answer for answer in answers if answer is not None]
@@ -162,7 +163,7 @@ def verdict(gold: str, text: str) -> Outcome:
 
 
 def cpu_s() -> float:
-    """Of this process and its children, dead ones included."""
+    """CPU seconds of this process and its children, including dead ones."""
     spent = time.process_time()
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -171,7 +172,7 @@ def cpu_s() -> float:
 
 
 class Judged:
-    """Verdicts, with what they cost by benchmark."""
+    """Verdicts, and their cost by benchmark."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
@@ -311,7 +312,7 @@ WRONG = (neighbour, sign, another, part, truncated, inverted)
 
 
 def _changed(gold: str, text: str | None) -> str | None:
-    """None for an answer that is the same after all."""
+    """A changed answer; None if the change makes no difference."""
     if text is None or text.strip() == gold.strip():
         return None
     same = _fraction(gold) is not None and _fraction(gold) == _fraction(text)
@@ -323,7 +324,7 @@ def _plain(text: str) -> bool:
 
 
 def _fraction(text: str) -> Fraction | None:
-    """The value of a number as it is written in Python, or as a LaTeX fraction of two; None for anything else."""
+    """Value of a number in Python's notation, or of a LaTeX fraction of two; None for anything else."""
     text = re.sub(r"^(-?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text.strip().replace(",", "")).rstrip(".")
     try:
         return Fraction(text)

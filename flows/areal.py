@@ -75,7 +75,7 @@ def areal(
         config = configure(**given)
         return dataclasses.asdict(_run(config, given, log.info))
     except CancelUnheard:
-        return Cancelled(message="The run was stopped; it can be resumed.")
+        return Cancelled(message="The run was cancelled; retry the flow run to resume it.")
     except ArealError as error:
         log.error("%s", error)
         return Failed(message=str(error))

@@ -21,10 +21,10 @@ COMMANDS = {  # one-line descriptions, for --help
     "try": "sample the base model before training, and tell whether a run can learn from it",
     "plan": "estimate the GPU memory of an experiment, without a GPU",
     "advise": "suggest a better split of devices from the rates of a finished run",
-    "doctor": "show what this machine has and lacks, or describe a model and its prompts",
+    "doctor": "check the requirements on this machine, or describe a model and its prompts",
     "up": "start Prefect, MLflow and a worker, and leave them running",
     "down": "stop the servers that `areal up` started",
-    "prune": "show what old runs hold, and delete it",
+    "prune": "show the disk space of old runs, and free it",
     "nodes": "plan, create, list and destroy the AWS nodes of a run by hand",
     "reap": "destroy AWS nodes whose run has no owner",
 }
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return import_module(f"flows.commands.{'try_' if name == 'try' else name}").main(rest)
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
-        print(f"areal: error: there is no command {name!r}{hint} `areal --help` lists all", file=sys.stderr)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        print(f"areal: error: unknown command {name!r}{hint} `areal --help` lists all commands", file=sys.stderr)
         return 2
     return 0
 

@@ -125,7 +125,7 @@ def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
         core.preflight(config)
     comparison.write()
     done = sum(map(_has_ended, trials))
-    get_run_logger().info("comparison %s: %d trials, %d of them done before", asked.name, len(trials), done)
+    get_run_logger().info("comparison %s: %d trials, %d of them finished before", asked.name, len(trials), done)
     return comparison, trials
 
 
@@ -157,7 +157,7 @@ def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State
     result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show)
     if result.failure is not None:
         return Failed(message=result.failure, data=result.error)
-    return Completed(message="has ended before, not run again" if ended_before else None)
+    return Completed(message="finished before, not repeated" if ended_before else None)
 
 
 @task(cache_policy=NO_CACHE)
@@ -177,9 +177,13 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]
     log = get_run_logger().warning
-    told(f"the result in {folder}", lambda: create_table_artifact(table, key=RESULT, description=title), log)
-    told(f"where {comparison.name} lies", lambda: create_table_artifact(rows, key=PLACES), log)
-    told(f"the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
+    told(
+        f"store the table of {folder / 'report.md'}",
+        lambda: create_table_artifact(table, key=RESULT, description=title),
+        log,
+    )
+    told(f"store the links of {comparison.name}", lambda: create_table_artifact(rows, key=PLACES), log)
+    told(f"store the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
 
 
 class _Progress:
@@ -215,7 +219,7 @@ def _untracked_at_worst() -> Iterator[None]:
     try:
         yield
     except TrackingError as error:
-        get_run_logger().warning("not tracked: %s", error)
+        get_run_logger().warning("MLflow: could not record the comparison: %s", error)
 
 
 def _has_ended(planned: Trial) -> bool:
@@ -225,4 +229,4 @@ def _has_ended(planned: Trial) -> bool:
 def _what_failed(trials: list[Trial], failures: Mapping[str, str]) -> str:
     failed = [each for each in trials if each.run_id in failures]
     named = "; ".join(f"{each.arm} seed {each.seed}: {failures[each.run_id]}" for each in failed)
-    return f"{len(failed)} of {len(trials)} trials failed: {named}; the report tells the rest"
+    return f"{len(failed)} of {len(trials)} trials failed: {named}; the report compares the others"

@@ -42,7 +42,7 @@ def _required(_: str, *, _node_: Any) -> NoReturn:
 
     OmegaConf's `???` does not work here, because the schema's default would replace it."""
     name = _node_._get_full_key(None)  # in a mixture: tasks.NAME.task.path
-    raise ConfigError(f"{name}: must be given, as {name}=VALUE")
+    raise ConfigError(f"{name}: must be given; set {name}=VALUE")
 
 
 OmegaConf.register_new_resolver("required", _required, replace=True)
@@ -132,7 +132,9 @@ def _read_experiment(file: Path) -> tuple[str | None, list[str]]:
             continue
         [(name, option)] = group.items() if isinstance(group, dict) else [("", group)]
         if not str(name).startswith("override /"):
-            raise ConfigError(f"experiment: {file}: defaults may hold 'override /GROUP: OPTION', got {group!r}")
+            raise ConfigError(
+                f"experiment: {file}: defaults must be of the form 'override /GROUP: OPTION', got {group!r}"
+            )
         settings.append(f"{str(name).removeprefix('override /')}={option}")
     return base, [*settings, *(f"{name}={_value(value)}" for name, value in leaves(values))]
 
@@ -171,9 +173,11 @@ def _checked(override: str) -> str:
     if parsed.type is OverrideType.ADD and name.startswith("tasks."):
         override = override.removeprefix("+")
     elif parsed.type is not OverrideType.CHANGE:
-        raise ConfigError(f"overrides: {override!r} must be of the form field=value; fields can't be added or removed")
+        raise ConfigError(
+            f"overrides: must be of the form field=value, got {override!r}; fields can't be added or removed"
+        )
     if name == "experiment":
-        raise ConfigError("experiment: is chosen by its own parameter, not by an override")
+        raise ConfigError("experiment: must not be in overrides; set the parameter experiment")
     if not (CONF / name).is_dir():
         return f"++{override}"
     if (option := parsed.get_value_string()) not in _options(name):
@@ -185,7 +189,7 @@ def _parsed(override: str) -> Override:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise ConfigError(f"overrides: {override!r} is not of the form field=value") from error
+        raise ConfigError(f"overrides: must be of the form field=value, got {override!r}") from error
 
 
 def _options(group: str) -> list[str]:
@@ -230,11 +234,11 @@ def benchmark_configs(
     for words in benchmarks:
         name, _, path = words.partition("=")
         if name in configs:
-            raise ConfigError(f"benchmarks: {name} is there twice")
+            raise ConfigError(f"benchmarks: names must be distinct, got {name} twice")
         file = [f"task.held_out_path={quoted(path)}"] if path else []
         configs[name] = compose(EVALUATION, [f"task={name}", *file, f"model.path={quoted(model)}", *common])
     if not configs:
-        raise ConfigError("benchmarks: must name one at least, as in gsm8k=test.jsonl")
+        raise ConfigError("benchmarks: must be at least 1, got 0; name one, as in gsm8k=test.jsonl")
     return {name: _of_run(config) for name, config in configs.items()}
 
 

@@ -57,7 +57,7 @@ class Database:
             Path("/usr/lib/postgresql").glob("*/bin"), key=lambda found: float(found.parent.name), default=None
         )
         if newest is None and shutil.which("postgres") is None:
-            raise ProcessError("Postgres is not here (on Debian: apt install postgresql)")
+            raise ProcessError("Postgres is not installed; on Debian: apt install postgresql")
         self._programs = "" if newest is None else f"{newest}/"
         self.sockets.mkdir(parents=True, exist_ok=True)
         self.sockets.chmod(0o700)
@@ -105,7 +105,9 @@ def serve() -> None:
     asked = {"prefect": control.prefect_secret, "mlflow": control.mlflow_secret}
     passwords = secret_values(control.region, asked)
     if len(passwords["mlflow"]) < _MLFLOW_PASSWORD:
-        raise ConfigError(f"{control.mlflow_secret}: must have {_MLFLOW_PASSWORD} characters at least")
+        raise ConfigError(
+            f"{control.mlflow_secret}: must have at least {_MLFLOW_PASSWORD} characters, got {len(passwords['mlflow'])}"
+        )
     state = Path(control.state)
     logs = state / "logs"
     logs.mkdir(exist_ok=True)

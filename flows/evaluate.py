@@ -81,11 +81,17 @@ def _report(model: str, results: Sequence[Result], reference: str | None, config
         for figure, value in [*result.scores.rows(), *_compared(result, reference)]
     ]
     log = get_run_logger().warning
-    told("the scores", lambda: create_table_artifact(rows, key=RESULT, description=f"Scores of {model}"), log)
-    places = [{"what": f"{result.benchmark}, to read", "value": str(result.page)} for result in results]
+    told(
+        "store the table of scores",
+        lambda: create_table_artifact(rows, key=RESULT, description=f"Scores of {model}"),
+        log,
+    )
+    places = [{"what": f"{result.benchmark}, page", "value": str(result.page)} for result in results]
     if uri := tracking_uri(config):
         places.append({"what": "tracking", "value": _track(uri, model, results, config)})
-    told("where to look", lambda: create_table_artifact(places, key=PLACES, description="Where to look"), log)
+    told(
+        "store the links of the evaluation", lambda: create_table_artifact(places, key=PLACES, description="Links"), log
+    )
 
 
 def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:

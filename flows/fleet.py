@@ -179,7 +179,7 @@ class Fleet:
     def _changed(self, share: Share) -> None:
         stage, why = share.seen.stage, share.seen.message
         if stage is Stage.RUNS:
-            self._log(f"{share.name}: node {share.seen.node} has it")
+            self._log(f"{share.name}: started on node {share.seen.node}")
         elif stage is Stage.REFUSED:
             raise ConfigError(why)
         elif stage in (Stage.RECLAIMED, Stage.BAD_NODE):
@@ -191,9 +191,9 @@ class Fleet:
                 return
             self._give(share)
             share.failures += 1
-            self._log(f"{share.name}: {why}; it is tried again")
+            self._log(f"{share.name} failed, will retry: {why}")
         elif stage is Stage.CANCELLED and share is not self.leading:
-            self._give_up(share, "it was cancelled")
+            self._give_up(share, "its flow run was cancelled")
 
     def _give(self, share: Share) -> None:
         share.id, share.seen = self._work.give(share.role, share.index), Seen(Stage.WAITS, None, "")
@@ -203,8 +203,8 @@ class Fleet:
             raise ProcessError(f"{share.name}: {why}")
         share.given_up = True
         if all(other.given_up for other in self.of(share.role)):
-            raise ProcessError(f"no node is left that generates; {share.name} was the last: {why}")
-        self._log(f"{share.name} is given up, the run goes on with fewer: {why}")
+            raise ProcessError(f"no generation node is left; {share.name} was the last: {why}")
+        self._log(f"{share.name} failed for good; the run continues without it: {why}")
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -226,9 +226,9 @@ class Fleet:
                 continue
             if host.id not in self._heard:
                 if (age := self._clock() - self._born[host.id]) > self.config.boot_s:
-                    self._lost(host, f"has not come up in {age:.0f} s (provision.boot_s)")
+                    self._lost(host, f"has sent no heartbeat {age:.0f} s after its start (provision.boot_s)")
             elif hears and silent.get(host.id, self.config.lost_s + 1) > self.config.lost_s:
-                self._lost(host, f"has been silent for more than {self.config.lost_s:g} s (provision.lost_s)")
+                self._lost(host, f"has sent no heartbeat for more than {self.config.lost_s:g} s (provision.lost_s)")
 
     def _lost(self, host: Host, why: str) -> None:
         why = f"node {host.name} ({host.id}) {why}"
@@ -253,7 +253,11 @@ class Fleet:
             self._replacements -= 1
             self._bad[host.name] = why
             return
-        budget = "" if self._supply is None else f"; provision.replacements ({self.config.replacements}) are spent"
+        budget = (
+            ""
+            if self._supply is None
+            else f"; no replacement is left (provision.replacements={self.config.replacements})"
+        )
         for share in self.shares:
             if share.seen.node == host.id:
                 self._give_up(share, why + budget)
@@ -265,7 +269,7 @@ class Fleet:
         if self._bad and self._replacing is None and self._clock() >= self._not_before:
             assert self._supply is not None
             self._replaced, self._bad = self._bad, {}
-            self._log(f"replacing {', '.join(self._replaced)}")
+            self._log(f"replacing nodes {', '.join(self._replaced)}")
             self._replacing = self._thread.submit(self._supply.replace, [*self._replaced])
 
     def _take_replaced(self, replacing: concurrent.futures.Future[list[Host]]) -> None:
@@ -275,7 +279,7 @@ class Fleet:
             self._vain += 1
             if self._vain >= _VAIN and any(share.seen.stage is not Stage.RUNS for share in self.of("trainer")):
                 raise
-            self._log(f"no replacement yet, trying again in {_AGAIN_S:g} s: {error}")
+            self._log(f"could not replace nodes, retrying in {_AGAIN_S:g} s: {error}")
             self._not_before = self._clock() + _AGAIN_S
             self._bad, self._replaced = self._replaced | self._bad, {}
             return

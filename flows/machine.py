@@ -36,7 +36,7 @@ _METADATA_S = 2.0  # short: the service answers at once where it exists
 def told(kind: type[T]) -> T:
     """Read the boot file that the command line names. Raises ConfigError."""
     if len(sys.argv) != 2:
-        raise ConfigError(f"{Path(sys.argv[0]).name}: must be given the file that says what the machine was told")
+        raise ConfigError(f"{Path(sys.argv[0]).name}: must get one argument, the boot file, got {len(sys.argv) - 1}")
     try:
         return msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
@@ -58,7 +58,7 @@ def secret_values(region: str, names: Mapping[str, str]) -> dict[str, str]:
     except (BotoCoreError, ClientError) as error:
         raise StorageError(f"secrets: {error}") from None
     if absent := [name for name in asked if name not in values]:
-        raise ConfigError(f"secrets: there is no parameter {', '.join(absent)} in {region}")
+        raise ConfigError(f"secrets: must be SSM parameters in {region}, which has no {', '.join(absent)}")
     return {key: values[name] for key, name in names.items()}
 
 
@@ -95,7 +95,7 @@ class Notice:
         while not self._over.wait(_LOOK_S):
             if text := metadata("spot/instance-action"):
                 self.text = " ".join(text.split())
-                self._log(f"this node is to be reclaimed: {self.text}")
+                self._log(f"the cloud reclaims this node: {self.text}")
                 self._heed(self.text)
                 return
 
@@ -135,6 +135,6 @@ def gpu_trouble(nodes: NodesConfig) -> str | None:
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         told = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no driver: nvidia-smi can't be asked ({error})"
+        return f"nvidia-smi failed, so the image lacks a GPU driver or its GPU: {error}"
     found = min(len(told.splitlines()), len(visible_gpus()))
-    return None if found >= nodes.gpus else f"{found} GPUs, should be {nodes.gpus}: {'; '.join(told.splitlines())}"
+    return None if found >= nodes.gpus else f"must have {nodes.gpus} GPUs, has {found}: {'; '.join(told.splitlines())}"

@@ -80,7 +80,7 @@ def areal_node(
     with get_client(sync_client=True) as client:
         mark(client, flow_run.id, f"{NODE}{node}")
     if trouble := gpu_trouble(by_role(config)[role]) or _trouble(config):
-        return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {trouble}")
+        return Failed(name=BAD_NODE, message=f"node {node} ({address}) is unfit: {trouble}")
     with Notice(log) as notice:
         try:
             if role == "trainer" and index == 0:
@@ -88,12 +88,12 @@ def areal_node(
             else:
                 _follow(config, run_id, role, index, address, log, notice)
         except CancelUnheard:
-            return Cancelled(message="The run was stopped; it can be resumed.")
+            return Cancelled(message="The run was cancelled; retry the run's flow run to resume it.")
         except ArealError as error:
             if notice.text is None:
                 return Failed(name=REFUSED if isinstance(error, HOPELESS) else None, message=str(error))
     if notice.text is not None:
-        return Completed(name=RECLAIMED, message=f"node {node} is reclaimed: {notice.text}")
+        return Completed(name=RECLAIMED, message=f"the cloud reclaims node {node}: {notice.text}")
     return Completed()
 
 
@@ -103,7 +103,7 @@ def _trouble(config: RunConfig) -> str | None:
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(config.state_dir).free / 2**30
         if free < config.launch.disk_low_gib:
-            return f"{free:.1f} GiB are free, should be {config.launch.disk_low_gib:g} (launch.disk_low_gib)"
+            return f"launch.disk_low_gib: the disk must have {config.launch.disk_low_gib:g} GiB free, has {free:.1f}"
         Storage.open(config.storage.url, config.storage.endpoint_url)
     except StorageError as error:
         return str(error)
@@ -137,7 +137,7 @@ class _Looks:
 
     def __call__(self, run: core.Run) -> None:
         if self._notice.text is not None:
-            run.stop(f"the head node can't go on: {self._notice.text}")
+            run.stop(f"the cloud reclaims the head node: {self._notice.text}")
             return
         with seen_where_it_answers():
             if info := self._run_dir.ready_info("files"):
@@ -156,7 +156,7 @@ class _Looks:
                 with closing(ControllerClient(self._run_dir, patience_s=_PATIENCE_S)) as controller:
                     controller.stop(asked)
             except ArealError as error:  # the controller restarts: the next look asks again
-                self._log(f"the run is to end ({asked}), and its controller does not answer: {error}")
+                self._log(f"could not ask the controller to end the run ({asked}), will retry: {error}")
                 return
             if asked != self._asked:
                 self._asked = asked
@@ -172,9 +172,9 @@ def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
         for file in (file for file in files if file.is_file()):
             store.put_file(file, str(file.relative_to(run_dir.root)))
     except StorageError as error:
-        log(f"what is left of the run on this node is lost with it: {error}")
+        log(f"could not store the summary, logs and evaluations; they are lost with this node: {error}")
     else:
-        log(f"summary, logs and evaluations are kept in {store.url}")
+        log(f"summary, logs and evaluations are in {store.url}")
 
 
 # ---- the other nodes ----
@@ -204,7 +204,7 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
             worker.work(_HEAD_S)
             return
         except RunLostError as error:
-            log(f"waiting for another head node: {error}")
+            log(f"lost the head node; waiting for another one: {error}")
 
 
 def _head_of(run_id: str) -> Whereabouts:
@@ -215,4 +215,4 @@ def _head_of(run_id: str) -> Whereabouts:
             if found := whereabouts(run_id):
                 return found
         time.sleep(_LOOK_S)
-    raise ProcessError(f"no head node has come up in {_HEAD_S:.0f} s")
+    raise ProcessError(f"no head node started within {_HEAD_S:.0f} s")

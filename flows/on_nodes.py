@@ -102,7 +102,7 @@ def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[],
 def teardown(nodes: LeasedNodes | None) -> None:
     """Destroy the nodes. The reaper destroys any that are left."""
     if nodes is None:
-        get_run_logger().info("hosts that are given stay")
+        get_run_logger().info("provision=static: the given hosts are not destroyed")
     else:
         nodes.end(_show_plan)
 
@@ -121,7 +121,7 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     ]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     rows = [{column: row.get(column, "-") for column in columns} for row in rows]
-    told("what the nodes have cost", lambda: create_table_artifact(rows, key=COST, description="Cost"), log.warning)
+    told("store the cost of the nodes", lambda: create_table_artifact(rows, key=COST, description="Cost"), log.warning)
     info = RunInfo(**json.loads(store.get_bytes("run.json")))
     if info.tracking_uri is None or info.tracking_run_id is None:
         return
@@ -135,14 +135,14 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     try:
         add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps)
     except TrackingError as error:
-        log.warning("MLflow does not know what the run has cost: %s", error)
+        log.warning("MLflow: could not record the cost of the run: %s", error)
 
 
 def _show_plan(plan: Plan) -> None:
     rows = [{"what": change.action, "resource": change.address} for change in plan.changes]
     log = get_run_logger()
     log.info("plan: %s", plan)
-    told("what was planned", lambda: create_table_artifact(rows, key=PLAN, description=str(plan)), log.warning)
+    told("store the plan", lambda: create_table_artifact(rows, key=PLAN, description=str(plan)), log.warning)
 
 
 # ---- inside ----
@@ -168,8 +168,8 @@ def _given(config: RunConfig, shares: Shares) -> list[Host]:
         there = shares.hosts(role)
         if len(there) < nodes.count:
             raise ProvisionError(
-                f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
-                f"{config.provision.work_pool}, there are {len(there)}"
+                f"provision.{role}.count: must be at most {len(there)}, the hosts that serve the queue {role} of the "
+                f"work pool {config.provision.work_pool}, got {nodes.count}; start workers on more hosts"
             )
         hosts += there[: nodes.count]
     return hosts
@@ -214,12 +214,12 @@ def _given_out(
 def _end(shares: Shares, log: Log) -> None:
     """End all shares, then give out no more."""
     deadline = time.monotonic() + _END_S
-    while not told("that the run's shares are to end", shares.stop, log):
+    while not told("cancel the run's shares", shares.stop, log):
         if time.monotonic() > deadline:
-            log(f"some nodes have not ended their shares in {_END_S:g} s")
+            log(f"some nodes are still running their shares after {_END_S:g} s")
             break
         time.sleep(_LOOK_S)
-    told("that nothing of the run is given out any more", shares.close, log)
+    told("delete the run's work queues", shares.close, log)
 
 
 def _watch(
@@ -235,7 +235,15 @@ def _watch(
             _show_progress(fleet, progress, client)
             if nodes is not None and (spent := nodes.spent()).is_over(fleet.config.budget):
                 mark(client, fleet.leading.id, f"{FINISH}budget")
-                alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
+                alerts.show(
+                    [
+                        Alert(
+                            kind="budget",
+                            step=0,
+                            text=f"the nodes have cost ${spent.dollars():.2f}, more than provision.budget",
+                        )
+                    ]
+                )
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
     deadline = time.monotonic() + _SEE_S  # the other nodes notice the end by themselves
@@ -257,10 +265,10 @@ def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) 
 def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
     """Copy the head node's artifacts to this flow run."""
     for key in (TRACKING, SUMMARY, RESULT):
-        if found := told(f"the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
+        if found := told(f"read the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
             its = found.model_dump(include={"key", "type", "data", "description"})
             again = ArtifactCreate(**its, flow_run_id=UUID(flow_run.id))
-            told(f"the artifact {key}", partial(client.create_artifact, again), log)
+            told(f"store the artifact {key}", partial(client.create_artifact, again), log)
 
 
 def _run_id(config: RunConfig) -> str:

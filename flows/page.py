@@ -105,7 +105,8 @@ def seen_where_it_answers() -> Iterator[None]:
 def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
     """Return the response of an API call; repeat the call while the server is down.
 
-    If the server refuses or stays down, log that `what` was lost, and return None."""
+    If the server refuses or stays down, log the error, and return None.
+    `what` completes "could not ...", as in "store the result"."""
     deadline = time.monotonic() + PATIENCE_S
     waiting = False
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
@@ -115,10 +116,10 @@ def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -
             except httpx.HTTPError as error:
                 refused = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
                 if refused or time.monotonic() > deadline:
-                    log(f"Prefect's server does not know {what}: {error}")
+                    log(f"Prefect's server: could not {what}: {error}")
                     return None
                 if not waiting:
-                    log(f"Prefect's server does not answer; waiting to tell it {what}: {error}")
+                    log(f"Prefect's server does not respond; retrying to {what}: {error}")
                 waiting = True
             time.sleep(_AGAIN_S)
 

@@ -18,7 +18,7 @@ from flows.shares import forget
 from flows.stack import STATE
 
 REAPED = "areal-reaped"  # artifact key
-NOTHING_KNOWN = "nothing to reap: no cloud is known here"
+NOTHING_KNOWN = "nothing to destroy: no store of leases is known; run `make control` here, or set the parameter store"
 
 
 @flow(name="areal-reap")
@@ -35,7 +35,11 @@ def areal_reap(store: str | None = None) -> State:
 
     def forget_run(run: str) -> None:
         with get_client(sync_client=True) as client:
-            told(f"that run {run} is over", partial(forget, client, run, ProvisionConfig.work_pool), log.warning)
+            told(
+                f"delete the work queues of run {run}",
+                partial(forget, client, run, ProvisionConfig.work_pool),
+                log.warning,
+            )
 
     try:
         reaper = reaper_of(STATE, store, log.info, forget_run)
@@ -46,9 +50,13 @@ def areal_reap(store: str | None = None) -> State:
         log.error("%s", error)
         return Failed(message=str(error))
     if not reaped:
-        return Completed(message="nothing to reap")
+        return Completed(message="nothing to destroy")
     rows = [{column.replace("_", " "): value or "" for column, value in asdict(one).items()} for one in reaped]
-    told("what was reaped", lambda: create_table_artifact(rows, key=REAPED, description="Ended"), log.warning)
+    told(
+        "store the table of destroyed nodes",
+        lambda: create_table_artifact(rows, key=REAPED, description="Destroyed"),
+        log.warning,
+    )
     if failed := [one for one in reaped if one.failed]:
         return Failed(message="; ".join(map(str, failed)))
     return Completed(message=", ".join(one.run for one in reaped))

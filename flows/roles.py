@@ -74,7 +74,7 @@ def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str 
     progress.show(0.0, "preparing")
     run_dir = prepare(config, run_id, flow_run_id)
     if page := tracking_page(run_dir.info()):
-        progress.link(TRACKING, page, "The run in MLflow, while it goes on")
+        progress.link(TRACKING, page, "The run in MLflow")
     return run_dir
 
 
@@ -104,8 +104,12 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
     The run's folder has it too."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
     page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
-    told(f"the result in {run_dir.summary}", lambda: create_table_artifact(rows, key=RESULT, description=title), log)
-    told(f"the page of {summary.run_id}", lambda: create_markdown_artifact(page, key=SUMMARY), log)
+    told(
+        f"store the result, which is in {run_dir.summary}",
+        lambda: create_table_artifact(rows, key=RESULT, description=title),
+        log,
+    )
+    told(f"store the page of {summary.run_id}", lambda: create_markdown_artifact(page, key=SUMMARY), log)
 
 
 def _untracked(run_dir: RunDir) -> str | None:
@@ -115,7 +119,7 @@ def _untracked(run_dir: RunDir) -> str | None:
         return None
     with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
         waiting = outbox.unsent()
-    sends = f"python -m areal_core.tracking --run-dir {run_dir.root} sends them"
+    sends = f"send them with `python -m areal_core.tracking --run-dir {run_dir.root}`"
     return f"{waiting} items; {sends}" if waiting else None
 
 
@@ -150,7 +154,7 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
     if summary.emulated is not None:
         rows = {"emulated": summary.emulated, **rows}
     if untracked:
-        rows["not yet tracked"] = untracked
+        rows["not in MLflow yet"] = untracked
     return [{"what": name, "value": value} for name, value in rows.items()]
 
 

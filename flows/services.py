@@ -120,7 +120,7 @@ class Services:
             missing = {name: ready for name, ready in missing.items() if not ready()}
             if time.monotonic() > deadline:
                 raise ProcessError(
-                    f"{', '.join(missing)}: not ready after {_START_TIMEOUT_S:.0f} s; logs are in {self._logs}"
+                    f"{', '.join(missing)}: not ready after {_START_TIMEOUT_S:.0f} s; see the logs in {self._logs}"
                 )
 
     def watch(self) -> Iterator[str]:
@@ -134,11 +134,11 @@ class Services:
                 place = self._services.index(service)
                 self._end(service)
                 if service.again is None:
-                    yield f"{obituary}; runs go on without it, what they would send waits"
+                    yield f"{obituary}; runs continue without it and keep their metrics until it is back"
                     continue
                 service.again()
                 self._services.insert(place, self._services.pop())  # keeps its place in the order of the end
-                yield f"{obituary}; it is started again, runs go on meanwhile"
+                yield f"{obituary}; restarting it while runs continue"
             for service in self._services:
                 service.process.log.new_lines()  # reading rotates the log
             children.sweeper.check()

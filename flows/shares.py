@@ -77,13 +77,17 @@ class Shares:
         try:
             self._deployment = client.read_deployment_by_name(DEPLOYMENT).id
         except ObjectNotFound:
-            raise ProvisionError(f"{DEPLOYMENT}: Prefect has no such deployment: `prefect deploy --all`") from None
+            raise ProvisionError(
+                f"Prefect has no deployment {DEPLOYMENT}; create it with `prefect --no-prompt deploy --all`"
+            ) from None
         for role in by_role(config):
             try:
                 with suppress(ObjectAlreadyExists):
                     client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
-                raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
+                raise ProvisionError(
+                    f"provision.work_pool: must be a work pool of Prefect, got {self._pool!r}"
+                ) from None
         left = _unfinished(client, run_id)  # adopts the shares of a killed flow
         self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
@@ -149,7 +153,7 @@ def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
     The caller holds the run's lease. Queues have ids, but a later flow reuses existing queues. If a late call deletes a
     queue in use, Prefect recreates it with the next share."""
     for run in _unfinished(client, run_id):
-        client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
+        client.set_flow_run_state(run.id, Cancelled(message="Its node was destroyed."), force=True)
     for role in ROLES:
         with suppress(ObjectNotFound):
             client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)

@@ -64,7 +64,7 @@ class Stack:
 
     @property
     def pages(self) -> str:
-        prefect = self.prefect_api.removesuffix("/api") if self.prefect_api else "as the profile says"
+        prefect = self.prefect_api.removesuffix("/api") if self.prefect_api else "as in its profile"
         return f"Prefect {prefect}   MLflow {self.mlflow_uri}"
 
 
@@ -115,7 +115,8 @@ class Launch:
 
     def wait_ready(self) -> Stack:
         """Wait until the stack is up. Raises ConfigError or ProcessError, one line, if it can't be started."""
-        report = json.loads(self._reports.readline() or '{"error": "the stack ended without a report"}')
+        died = {"error": f"the servers' supervisor died while starting; see {LOGS / 'stack.log'}"}
+        report = json.loads(self._reports.readline() or json.dumps(died))
         if "error" in report:
             self._process.status()
             raise (ConfigError if report.get("user") else ProcessError)(report["error"])
@@ -129,7 +130,7 @@ class Launch:
         select.select([self._reports], [], [], timeout_s)
         said = self._reports.read()  # None: no news
         if said == b"":
-            raise ProcessError(f"the supervisor of the servers is gone; its log is {LOGS / 'stack.log'}")
+            raise ProcessError(f"the servers' supervisor has died; see {LOGS / 'stack.log'}")
         messages = [json.loads(line) for line in (said or b"").splitlines()]
         for message in messages:
             if "error" in message:
@@ -154,7 +155,9 @@ def stop(stack: Stack) -> None:
     with contextlib.closing(os.fdopen(supervisor)):
         signal.pidfd_send_signal(supervisor, signal.SIGTERM)
         if not select.select([supervisor], [], [], _WORKER_GRACE_S + 3 * GRACE_S)[0]:
-            raise ProcessError(f"the stack (pid {stack.pid}) does not end; its log is {LOGS / 'stack.log'}")
+            raise ProcessError(
+                f"the servers' supervisor (pid {stack.pid}) did not stop in time; see {LOGS / 'stack.log'}"
+            )
 
 
 # ---- the supervisor ----
@@ -196,7 +199,7 @@ def serve(owner: Owner, report: int) -> int:
 def _start(services: Services, owner: Owner) -> Stack:
     """Start all servers that the environment doesn't name, and wait until they respond."""
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
-    refuse_credentials("PREFECT_API_URL", prefect_api, "PREFECT_API_AUTH_STRING is for them")
+    refuse_credentials("PREFECT_API_URL", prefect_api, "set PREFECT_API_AUTH_STRING")
     refuse_credentials("MLFLOW_TRACKING_URI", mlflow_uri, MLFLOW_CREDENTIALS)
     probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
     worker = [sys.executable, "-m", "flows.worker"]
@@ -236,7 +239,7 @@ def _mlflow_argv(port: int) -> list[str]:
 
 def _lock() -> FileLock:
     """Lock of this checkout's stack. The kernel releases it when this process ends for any reason."""
-    busy = f"servers already run in {STATE.parent}; `areal down` stops those of `areal up`"
+    busy = f"servers already run in {STATE.parent}; stop those of `areal up` with `areal down`"
     return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
@@ -248,7 +251,7 @@ def _port(variable: str, default: int) -> int:
         if not asked.isdigit() or not 0 < int(asked) < 65536:
             raise ConfigError(f"{variable}: must be a port, 1 to 65535, got {asked!r}")
         if not _claimed(int(asked)):
-            raise ConfigError(f"{variable}: port {asked} is in use; name another or leave {variable} out")
+            raise ConfigError(f"{variable}: port {asked} is in use; set another port or unset {variable}")
         return int(asked)
     return next(port for port in itertools.chain([default], iter(_any_port, None)) if _claimed(port))
 

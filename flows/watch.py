@@ -55,7 +55,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         up = stack.running()
         if up is not None and up.owner != "up":
             raise ConfigError(
-                f"`areal {up.owner}` (pid {up.pid}) already runs here; start `areal up` first to run several"
+                f"`areal {up.owner}` (pid {up.pid}) already runs here; to run several at a time, start `areal up` first"
             )
         if up is None:
             launch = stack.Launch(owner)
@@ -68,7 +68,9 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             if launch is not None:
                 launch.news(_NEWS_TIMEOUT_S)  # raises ProcessError with the reason, if known
             api = os.environ.get("PREFECT_API_URL")  # set by the user or by the stack
-            raise ProcessError(f"PREFECT_API_URL: no Prefect server at {api}: {error}; start or unset it") from error
+            raise ProcessError(
+                f"PREFECT_API_URL: no Prefect server responds at {api}: {error}; start it, or unset the variable"
+            ) from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -103,8 +105,10 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             )
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
-            again = "leave it to the servers" if up.owner == "up" else "kill everything at once"
-            console.print(f"Cancelling the flow run, with a checkpoint. Press Ctrl-C again to {again}.", soft_wrap=True)
+            again = "stop waiting" if up.owner == "up" else "kill all processes at once"
+            console.print(
+                f"Cancelling the flow run, which writes a checkpoint. Press Ctrl-C again to {again}.", soft_wrap=True
+            )
             _cancel(client, create().id, console)  # Ctrl-C may have come after the creation and before its response
             raise
         state = flow_run.state
@@ -115,7 +119,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             for place in _rows(places):
                 console.print(_safe(f"{place['what']}: {place['value']}"), soft_wrap=True)
         if not state.is_completed():
-            why = (state.message or "no reason given").removeprefix("Flow run encountered an exception: ")
+            why = (state.message or "Prefect gives no reason").removeprefix("Flow run encountered an exception: ")
             console.print(f"[red]{state.name}[/]: {_safe(why)}", soft_wrap=True)
             return 1
     if up.owner != "up":

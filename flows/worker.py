@@ -151,7 +151,7 @@ async def _until_healthy(client: PrefectClient) -> None:
     except TimeoutError:
         raise ProcessError(
             f"PREFECT_API_URL: no Prefect server responds at {client.api_url} within {patience_s:.0f} s; start it, "
-            "name another, or unset it to have one started here"
+            "set another address, or unset the variable to use a server of this command"
         ) from None
 
 
@@ -166,7 +166,7 @@ async def _mark_crashed(client: PrefectClient) -> None:
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
     pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[*_LIMITS]))
     for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
-        state = Crashed(message="Its worker or the Prefect server died; the run can be resumed.")
+        state = Crashed(message="Its worker or the Prefect server died; retry the flow run to resume it.")
         await client.set_flow_run_state(left.id, state, force=True)
 
 
@@ -178,7 +178,7 @@ def _deploy() -> None:
         runpy.run_module("prefect", run_name="__main__")
     except SystemExit as ended:
         if ended.code:
-            raise ProcessError(f"prefect deploy: ended with code {ended.code}; its output is above") from None
+            raise ProcessError(f"prefect deploy: exited with status {ended.code}; see its output above") from None
 
 
 if __name__ == "__main__":

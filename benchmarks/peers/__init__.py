@@ -1,1 +1,1 @@
-"""What runs inside other systems' own virtual environments: scripts, never imported from here."""
+"""Scripts that run inside the virtual environments of other systems; never imported here."""

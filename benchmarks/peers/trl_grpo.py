@@ -3,7 +3,7 @@
 
     .venv-trl/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/peers/trl_grpo.py job.json
 
-`benchmarks.trl` starts it, chooses its arguments and scores what it makes.
+`benchmarks.trl` starts it, chooses its arguments and scores its versions.
 
 How TRL was tuned, with TRL 1.16.0 and transformers 5.23.0 on two cores of an AMD EPYC with AVX-512. Seconds are CPU
 seconds of one thread on a busy machine. "Generation" is a rank's share of a step, 256 completions of the embedded model
@@ -16,7 +16,7 @@ and 16.
 - Attention: sdpa. Embedded: generation 0.80, pass 0.24; eager 0.84 and 0.28. SmolLM2: 21.4 and 11.6; 22.3 and 11.8.
 - KV cache: dynamic. Embedded: generation 0.80; static 0.91 to 1.00. SmolLM2: 21.4; static 19.7, 1 % of a step.
 - Engine: `generate` with a rank's whole share at once, 0.80; continuous batching 2.7, with 2048 blocks 4.6 (embedded).
-- Precision: float32, as the other system. Embedded: pass 0.24; with bfloat16 autocast 0.49 to 0.54, and generation no
+- Precision: float32, as in this system. Embedded: pass 0.24; with bfloat16 autocast 0.49 to 0.54, and generation no
   faster. SmolLM2: bfloat16 autocast is faster on a CPU with AVX512-BF16, pass 6.9 instead of 11.6, generation 12.8
   instead of 21.4: it would halve a step at best, where this comparison is of equal precision.
 - Micro-batch: a minibatch at once. Embedded: a pass took 0.23 to 0.25 with 64, 32 and 8 alike, a step 3.6 instead of
@@ -24,20 +24,20 @@ and 16.
   completions, 11.6 for 16, 27.2 for 32, which would be accumulated from 16 at no gain.
 - torch.compile: off. Embedded: it made a pass 18 % faster, 0.2 s a step, and took 20 s a rank, which 25 steps don't
   bring back.
-- Off, as cost without use here: checkpointing of activations, logging, saving, progress bars, data workers, pinned
-  memory, the broadcast of buffers.
-- The environment of its processes is that of ours: malloc thresholds, OpenMP threads that wait without spinning.
+- Off, as they cost time and are not needed here: checkpointing of activations, logging, saving, progress bars, data
+  workers, pinned memory, the broadcast of buffers.
+- Its processes have the same environment as ours: malloc thresholds, OpenMP threads that wait without spinning.
 
 Where versions are scored, weights are copied in memory after each step and written at the end: 0.16M parameters, well
 under a millisecond a step. Not tried: generation by vLLM, and with it TRL's asynchronous trainer, which are made for
 GPUs; with SmolLM2, torch.compile and continuous batching.
 
-What TRL does and no argument of it changes: every completion of a rank is padded to the longest in both generation (a
+Properties of TRL that no argument changes: every completion of a rank is padded to the longest in both generation (a
 finished completion keeps its row until the last one has ended) and training; log-probabilities of the sampling policy
-come from one more forward pass, as the other system's proximal ones do; advantages are divided by the sample standard
-deviation + 1e-4; minibatches are cut by completions, not by groups; completions whose advantage is zero are recomputed
-and trained on like all others, which the other system leaves out. `loss_type="dapo"` is the sum over tokens divided by
-the number of tokens of an average minibatch, the nearest to the other system's normalisation.
+come from one more forward pass, as those of the proximal policy do in this system; advantages are divided by the sample
+standard deviation + 1e-4; minibatches are cut by completions, not by groups; completions whose advantage is zero are
+recomputed and trained on like all others, while this system leaves them out. `loss_type="dapo"` is the sum over tokens
+divided by the number of tokens of an average minibatch, the closest to the normalisation of this system.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ PACKAGES = ("trl", "transformers", "accelerate", "datasets", "torch")
 
 
 class Stopwatch(TrainerCallback):
-    """Wall and CPU time after every generation batch, and weights if they are asked for. Copies are kept in memory and
-    written when all is over."""
+    """Records wall and CPU time after every generation batch, and model weights on request.
+    Copies stay in memory and are written at the end."""
 
     def __init__(self, model: torch.nn.Module, updates: int, *, keep: bool) -> None:
         self._model = model
@@ -86,8 +86,7 @@ class Stopwatch(TrainerCallback):
 
 
 class Reward:
-    """The score of the task's verifier for a completion that has ended; 0 for a truncated one, as in the system that it
-    is compared with."""
+    """The verifier's score of a finished completion; 0 for a truncated one, as in this system."""
 
     def __init__(self, eos_token_id: int, verify: Callable[[str, str], float]) -> None:
         self._eos = eos_token_id
@@ -128,7 +127,7 @@ def main() -> None:
 
 
 def write_report(folder: Path, rank: int, stopwatch: Stopwatch, reward: Reward) -> None:
-    """`report-0.json` of rank 0; of rank 0 alone, weights as `step-000001.safetensors` and so on."""
+    """Write `report-0.json` for rank 0, and on rank 0 the model weights as `step-000001.safetensors` and so on."""
     for step, weights in enumerate(stopwatch.weights, 1):
         save_file(weights, folder / f"step-{step:06d}.safetensors", {"format": "pt"})
     report = {

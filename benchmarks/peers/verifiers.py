@@ -1,5 +1,7 @@
-"""Verifiers of the tasks that `benchmarks.trl` compares on, for an environment without this system's packages: the
-scores from 0 to 1 that its own verifiers give the text of a completion."""
+"""Verifiers for the tasks of `benchmarks.trl`, for an environment without this system's packages.
+
+They return the same scores, from 0 to 1, as the verifiers of this system.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ def arithmetic(completion: str, gold: str) -> float:
 
 
 def needle(completion: str, gold: str) -> float:
-    """Of the text in the last <answer> tags, or else of the last line: 1 if it is the gold answer in any case, else the
-    gold answer's share of it."""
+    """Score the text in the last <answer> tags, or else the last line.
+    1 if it equals the gold answer in any case, else the gold answer's share of it."""
     tagged = _TAGGED.findall(completion)
     answer = (tagged[-1] if tagged else (completion.strip().splitlines() or [""])[-1]).strip()
     if answer.replace(" ", "").lower() == gold.lower():

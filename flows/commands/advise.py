@@ -24,10 +24,10 @@ def main(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Print the splits, best first. Raises ConfigError."""
     parser = cli.parser("advise", "MY-RUN", "MY-RUN state_dir=/data/areal")
-    parser.add_argument("run", help="name of the run")
+    parser.add_argument("run", help="name of a finished run")
     cli.add_settings(parser, "; state_dir= is the folder of runs")
     options = parser.parse_intermixed_args(arguments)
-    table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
+    table = Table("servers", "ranks", "speedup", "overrides", title=f"Splits by the rates of {options.run}")
     for split in _splits(options.run, compose("cpu-async", options.settings)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)

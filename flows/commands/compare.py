@@ -24,10 +24,10 @@ def main(arguments: Sequence[str]) -> int:
         "--arm",
         action="append",
         metavar="'NAME: field=value ...'",
-        help=f"once for every arm; the first is the reference; default: {', '.join(DEFAULT_ARMS)}",
+        help=f"name and overrides of an arm; repeat for each arm, reference first; default: {', '.join(DEFAULT_ARMS)}",
     )
-    parser.add_argument("--name", help="name of the comparison; an existing one continues")
-    cli.add_settings(parser, " of all arms; seed=1,2,3 names the seeds")
+    parser.add_argument("--name", help="name of the comparison; the name of an existing one resumes it")
+    cli.add_settings(parser, " of all arms; seed=1,2,3 sets the seeds")
 
     def chosen() -> dict[str, Any]:
         options = parser.parse_intermixed_args(arguments)
@@ -47,7 +47,9 @@ def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: 
     seeds = varied.pop("seed", None) or [override.removeprefix("seed=") for override in given[-1:]]
     overrides = [override for override in overrides if override not in given]
     if varied:
-        raise ConfigError(f"{next(iter(varied))}: must be one value; --arm 'NAME: field=value' makes an arm")
+        raise ConfigError(
+            f"{next(iter(varied))}: must be one value; to compare values, define arms with --arm 'NAME: field=value'"
+        )
     first = experiment or "cpu-async"
     name = name or generated_name(first, secrets.token_hex(6))
     start = Comparison(name=name, experiment=first, arms=DEFAULT_ARMS, seeds=[1, 2, 3], overrides=overrides)
@@ -69,11 +71,11 @@ def _arms(given: Sequence[str]) -> dict[str, list[str]]:
     for text in given:
         name, colon, overrides = text.partition(":")
         if not colon:
-            raise ConfigError(f"arm: must be of the form 'name: field=value ...', got {text!r}")
+            raise ConfigError(f"--arm: must be of the form 'NAME: field=value ...', got {text!r}")
         if (name := name.strip()) in arms:
-            raise ConfigError(f"arm: {name} is there twice")
+            raise ConfigError(f"--arm: names must be distinct, got {name} twice")
         try:
             arms[name] = shlex.split(overrides)
         except ValueError as error:
-            raise ConfigError(f"arm: {text!r}: {error}") from error
+            raise ConfigError(f"--arm: can't parse {text!r}: {error}") from error
     return arms

@@ -45,20 +45,20 @@ class Finding:
 def findings() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}, {sys.platform} {platform.machine()}"
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64"
-    yield Finding("system", fits, python, "Python 3.11 to 3.13 on Linux x86-64")
+    yield Finding("system", fits, python, "must be Python 3.11 to 3.13 on Linux x86-64")
     yield _packages()
     yield from _accelerator()
     cores = len(os.sched_getaffinity(0))
-    yield Finding("cores", cores >= 2, str(cores), "launch.devices=1, or a machine with two")
+    yield Finding("cores", cores >= 2, str(cores), "must be at least 2; with one core, set launch.devices=1")
     memory = psutil.virtual_memory().available / _GIB
-    yield Finding("memory", memory >= _MEMORY_GIB, f"{memory:.1f} GiB free", f"about {_MEMORY_GIB} GiB are needed")
+    yield Finding("memory", memory >= _MEMORY_GIB, f"{memory:.1f} GiB free", f"must be at least {_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(WORK).free / _GIB
-    yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"about {_DISK_GIB} GiB are needed")
+    yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"must be at least {_DISK_GIB} GiB")
     yield from _servers()
     yield _sandbox()
     packages = (WORK / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
     vllm = ", ".join(sorted(folder.stem for folder in packages))
-    mend = "areal setup vllm; experiment=cpu-vllm needs it"
+    mend = "experiment=cpu-vllm needs it; install it with areal setup vllm"
     yield Finding("vLLM environment", bool(vllm), vllm or "none", mend, needed=False)
 
 
@@ -66,7 +66,7 @@ def _packages() -> Finding:
     """Check the dependencies of all installed packages."""
     checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
     found = checked.stdout.strip().replace("\n", "; ")
-    return Finding("packages", checked.returncode == 0, found, "remove .venv and run make")
+    return Finding("packages", checked.returncode == 0, found, "delete .venv and run make")
 
 
 def _accelerator() -> Iterator[Finding]:
@@ -75,21 +75,21 @@ def _accelerator() -> Iterator[Finding]:
     asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=120)
     if asked.returncode:
         reason = asked.stderr.strip().splitlines()[-1:]
-        yield Finding("torch build", False, " ".join(reason), "remove .venv and run make")
+        yield Finding("torch build", False, " ".join(reason), "delete .venv and run make")
         return
     version, cuda, devices = asked.stdout.split()
     yield Finding("torch build", True, f"{version}, {'no CUDA' if cuda == 'None' else f'CUDA {cuda}'}")
-    yield Finding("GPU", devices != "0", devices, "the default run needs none", needed=False)
+    yield Finding("GPU", devices != "0", devices, "the default run needs no GPU", needed=False)
 
 
 def _servers() -> Iterator[Finding]:
     up = stack.running()
-    yield Finding("servers", True, f"up: {up.pages}" if up else "down; areal up starts them")
+    yield Finding("servers", True, f"up: {up.pages}" if up else "down; start them with areal up")
 
 
 def _sandbox() -> Finding:
     """Run a program in the sandbox: bubblewrap may be installed but lack permissions."""
-    found, mend = "bubblewrap", "apt-get install bubblewrap; environment.verifier=code needs it"
+    found, mend = "bubblewrap", "environment.verifier=code needs bubblewrap; install it with areal setup sandbox"
     try:
         Sandbox("bubblewrap", memory_mib=256, processes=4).check()
     except ConfigError as error:
@@ -110,15 +110,15 @@ def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "folder", str(folder)
     yield "architecture", f"{spec.architecture}, {spec.parameters / 1e6:,.1f}M parameters, context {spec.context:,}"
     if spec.transformers is not None:
-        yield "runs in", f"vLLM, to generate, and transformers' own module, to train: {spec.transformers.why}"
+        yield "runs with", f"vLLM for generation and the module of transformers for training: {spec.transformers.why}"
     ends = (f"{token} {tokenizer.decode([token], special=True)!r}" for token in spec.eos_token_ids)
-    yield "stop tokens", ", ".join(ends) or "none: no completion would ever end"
+    yield "stop tokens", ", ".join(ends) or "none: every completion would be truncated"
     yield "chat template", "yes" if tokenizer.chat else "none"
     for enabled in (False, True) if tokenizer.chat else (False,):
         chat = replace(config.task.chat, enabled=enabled)
         prompt = open_source(replace(config, task=replace(config.task, chat=chat, held_out=1)), tokenizer).held_out()[0]
         fed = tokenizer.decode(prompt.token_ids, special=True)
-        yield f"fed with task.chat.enabled={str(enabled).lower()}", f"{len(prompt.token_ids)} tokens\n{fed}"
+        yield f"prompt, task.chat.enabled={str(enabled).lower()}", f"{len(prompt.token_ids)} tokens\n{fed}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -127,8 +127,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> None:
     parser = cli.parser("doctor", "", "--model models/Qwen2.5-0.5B task=gsm8k")
-    parser.add_argument("--model", help="describe this folder, GGUF file or run instead of the machine")
-    cli.add_settings(parser, " of the prompt that is shown")
+    parser.add_argument("--model", help="model folder, GGUF file or run to describe instead of the machine")
+    cli.add_settings(parser, " of the shown prompt")
     options = parser.parse_intermixed_args(arguments)
     if options.model is not None:
         _describe_model(options.model, options.settings)
@@ -144,4 +144,4 @@ def _describe_machine() -> None:
         missing += [finding.what] if word == "missing" else []
         print(f"{word:8} {finding.what:20} {finding.found}{'' if finding.ok else f'  ({finding.mend})'}")
     if missing:
-        raise ProcessError(f"the default run lacks: {', '.join(missing)}")
+        raise ProcessError(f"this machine lacks {', '.join(missing)}; the default run needs them")

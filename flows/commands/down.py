@@ -19,7 +19,9 @@ def _down(arguments: Sequence[str]) -> None:
     if there is None:
         print("No servers are running.")
     elif there.owner != "up":
-        raise ConfigError(f"`areal {there.owner}` (pid {there.pid}) runs its own servers, which stop with it")
+        raise ConfigError(
+            f"`areal {there.owner}` (pid {there.pid}) runs its own servers; stop that command to stop them"
+        )
     else:
         stack.stop(there)
         print("Stopped.")

@@ -16,17 +16,17 @@ def main(arguments: Sequence[str]) -> int:
         "MY-RUN --benchmark arithmetic",
         "models/Qwen2.5-0.5B --benchmark gsm8k=test.jsonl evaluation.samples=8 generation=vllm",
     )
-    parser.add_argument("model", help="a model folder, a GGUF file, hub:OWNER/NAME, or the name of a run")
+    parser.add_argument("model", help="model folder, GGUF file, hub:OWNER/NAME, or name of a run")
     parser.add_argument(
         *("--benchmark", "-b"),
         action="append",
         dest="benchmarks",
         required=True,
         metavar="NAME[=FILE]",
-        help="a file of conf/task, and perhaps a file of prompts; again for others",
+        help="name of a file of conf/task, or name and file of prompts; repeat for several benchmarks",
     )
-    parser.add_argument("--name", help="name of the evaluation; an existing one continues")
-    parser.add_argument("--reference", metavar="NAME", help="an earlier evaluation to compare with")
+    parser.add_argument("--name", help="name of the evaluation; the name of an existing one resumes it")
+    parser.add_argument("--reference", metavar="NAME", help="name of an earlier evaluation to compare with")
     cli.add_settings(parser)
 
     def checked() -> dict[str, Any]:

@@ -35,9 +35,11 @@ def run(arguments: Sequence[str]) -> None:
     Raises ConfigError, and ProvisionError on failure or without confirmation."""
     parser = cli.parser("nodes", "plan nodes.yaml", "apply nodes.yaml --yes", "destroy nodes.yaml")
     parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
-    parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
-    parser.add_argument("--yes", action="store_true", help="do what is planned without asking")
-    parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="hosts to make anew, as generation-0")
+    parser.add_argument("file", type=Path, help="YAML file with the variables of infra/terraform/run/variables.tf")
+    parser.add_argument("--yes", action="store_true", help="apply the plan without asking")
+    parser.add_argument(
+        "--replace", nargs="*", default=[], metavar="NAME", help="names of nodes to recreate, such as generation-0"
+    )
     options = parser.parse_args(arguments)
     console, request = Console(highlight=False), read(options.file)
 
@@ -73,7 +75,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold what infra/terraform/run/variables.tf asks for, as name: value")
+        raise ConfigError(f"{path}: must hold the variables of infra/terraform/run/variables.tf, as name: value")
     return json.loads(json.dumps(values, default=_text))
 
 
@@ -97,8 +99,8 @@ def _expiry(request: Mapping[str, Any]) -> float:
 
 
 def _confirm(what: str, sure: bool) -> None:
-    if not sure and not (sys.stdin.isatty() and input(f"{what} Type yes to do it: ") == "yes"):
-        raise ProvisionError("nothing was changed: it takes a yes, or --yes")
+    if not sure and not (sys.stdin.isatty() and input(f"{what} Type yes to apply the plan: ") == "yes"):
+        raise ProvisionError("not confirmed, so nothing was changed; answer yes, or give --yes")
 
 
 def _show(plan: Plan, console: Console) -> None:

@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Print the estimate. Raises ConfigError, also if the experiment does not fit."""
     parser = cli.parser("plan", "experiment=gpu-shared launch.device_memory_gib=80", "experiment=paper-7b-math")
-    parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}")
+    parser.add_argument("--model", help=f"folder with a config.json, or one of {', '.join(SPECS)}")
     cli.add_settings(parser, f"; experiment= is one of {', '.join(sorted(PLANNED))}")
     options = parser.parse_intermixed_args(arguments)
     experiment, overrides = split_experiment(options.settings, "gpu-shared")
     config = compose(experiment, [*(f"{name}=unused" for name in _REQUIRED), *overrides])
     if config.launch.accelerator != "cuda":
-        raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
+        raise ConfigError(f"launch.accelerator: must be cuda to estimate GPU memory, got {config.launch.accelerator!r}")
     model = options.model or PLANNED.get(experiment, "7b")
     spec, memory = SPECS.get(model) or read_spec(model), device_memory(config)
     print(footprint(config, spec, memory).table())

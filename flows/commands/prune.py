@@ -49,13 +49,13 @@ def run(arguments: Sequence[str]) -> None:
     if chooses:
         print(f"\nTo delete: {', '.join(run.run_id for run, _, _ in plan) or 'nothing'} ({size}, models included)")
     else:
-        print(f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs.")
-        print("To delete runs: --run NAME, --older DAYS.")
+        print(f"\nTo delete: leftovers of {len(plan)} runs ({size}). No resume needs them.")
+        print("To delete whole runs, give --run NAME or --older DAYS.")
     if not plan:
         return
-    if not options.yes and not (sys.stdin.isatty() and input("Type yes to do it: ") == "yes"):
+    if not options.yes and not (sys.stdin.isatty() and input("Type yes to delete: ") == "yes"):
         if chooses or sys.stdin.isatty():
-            raise ProcessError("nothing was deleted: it takes a yes, or --yes")
+            raise ProcessError("not confirmed, so nothing was deleted; answer yes, or give --yes")
         return
     failed = 0
     for run, size, action in plan:
@@ -64,9 +64,9 @@ def run(arguments: Sequence[str]) -> None:
             print(f"{run.run_id}: {decimal(size)} freed")
         except (ArealError, OSError) as error:
             failed += 1
-            print(f"{run.run_id}: not deleted, try again: {error}")
+            print(f"{run.run_id}: could not be deleted, repeat the command: {error}")
     if failed:
-        raise ProcessError(f"{failed} of {len(plan)} could not be deleted")
+        raise ProcessError(f"{failed} of {len(plan)} runs could not be deleted")
 
 
 def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list[HeldRun]:
@@ -75,7 +75,7 @@ def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list
     known = {run.run_id: run for run in runs}
     for name in names:
         if name not in known:
-            raise ConfigError(f"--run: there is no run {name}; `areal prune` lists all")
+            raise ConfigError(f"--run: unknown run {name}; `areal prune` lists all runs")
         if known[name].state == "running":
             raise ConfigError(f"--run: {name} is running; stop it first")
     before = time.time() - age_s
@@ -96,8 +96,12 @@ def _table(runs: Sequence[HeldRun]) -> Table:
 
 def _parser() -> Parser:
     parser = cli.parser("prune", "", "--run OLD-RUN --run OTHER", "--older 30 --yes storage.url=s3://bucket/prefix")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME", help="delete this run; again for others")
-    parser.add_argument("--older", type=float, metavar="DAYS", help="delete runs that have not changed for so long")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="NAME", help="delete this run; repeat for several runs"
+    )
+    parser.add_argument(
+        "--older", type=float, metavar="DAYS", help="delete runs that have not changed for this many days"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
     cli.add_settings(parser)
     return parser

@@ -23,13 +23,15 @@ def reap(arguments: Sequence[str] = (), state: Path = STATE) -> None:
     """Destroy nodes whose lease is over.
     Raises ConfigError, and ProvisionError if some could not be destroyed."""
     parser = cli.parser("reap", "", "--store s3://bucket")
-    parser.add_argument("--store", metavar="s3://bucket", help="where the leases are, if `make control` was elsewhere")
+    parser.add_argument(
+        "--store", metavar="s3://bucket", help="store with the leases; needed if `make control` ran on another machine"
+    )
     reaper = reaper_of(state, parser.parse_args(arguments).store, print)
     if reaper is None:
-        print("Nothing to reap: no cloud is known here.")
+        print("Nothing to destroy: no store of leases is known. Run `make control` here, or give --store.")
         return
     reaped = reaper.reap()  # logs each run
     if failed := sum(one.failed is not None for one in reaped):
-        raise ProvisionError(f"{failed} of {len(reaped)} runs could not be ended; they are tried again by the next one")
+        raise ProvisionError(f"the nodes of {failed} of {len(reaped)} runs could not be destroyed; repeat the command")
     if not reaped:
-        print("Nothing to reap.")
+        print("Nothing to destroy.")

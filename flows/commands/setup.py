@@ -29,13 +29,15 @@ SMOLLM2 = WORK / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 def main(arguments: Sequence[str]) -> int:
     parser = cli.parser("setup", "", "vllm", "smollm2 reasoning")
     shown = "; ".join(f"{name}: {what}" for name, (what, *_) in PARTS.items())
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{shown}; none: show which are there")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{shown}; without a part: list installed and missing parts"
+    )
     return run_command(lambda: _set_up(parser.parse_args(arguments).parts))
 
 
 def _set_up(parts: Sequence[str]) -> None:
     if unknown := [part for part in parts if part not in PARTS]:
-        raise ConfigError(f"setup: must be of {', '.join(PARTS)}, got {unknown[0]!r}")
+        raise ConfigError(f"PART: must be one of {', '.join(PARTS)}, got {unknown[0]!r}")
     for name, (what, there, install) in PARTS.items():
         if name in parts and not there():
             print(f"Installing {what}.", flush=True)
@@ -114,7 +116,7 @@ def _install_reasoning() -> None:
 def _install_sandbox() -> None:
     command = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "bubblewrap"]
     if os.geteuid() or shutil.which("apt-get") is None or subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise ProcessError("setup: can't install bubblewrap; as root on Debian: apt install bubblewrap")
+        raise ProcessError("setup: could not install bubblewrap; as root on Debian: apt install bubblewrap")
 
 
 def _has(distribution: str) -> Callable[[], bool]:

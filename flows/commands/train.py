@@ -24,11 +24,13 @@ def main(arguments: Sequence[str]) -> int:
         "-m seed=1,2 algorithm=grpo,gspo",
         "experiment=smollm2 --cfg job",
     )
-    parser.add_argument("--split", metavar="RUN", help="split devices as the rates of this run suggest")
+    parser.add_argument(
+        "--split", metavar="RUN", help="name of a finished run, whose rates choose the split of devices"
+    )
     parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration; start nothing")
     parser.add_argument("-m", "--multirun", action="store_true", help="train every combination of a,b,c values")
-    parser.add_argument("--name", help="name of the sweep; an existing one continues")
-    cli.add_settings(parser, "; experiment= names a file of conf/experiment or a path")
+    parser.add_argument("--name", help="name of the sweep; the name of an existing one resumes it")
+    cli.add_settings(parser, "; experiment= is the name of a file of conf/experiment, or a path")
 
     def chosen() -> dict[str, Any]:
         options = parser.parse_intermixed_args(arguments)

@@ -17,7 +17,9 @@ def _up(arguments: Sequence[str]) -> None:
     cli.parser("up", "").parse_args(arguments)
     there = stack.running()
     if there is not None and there.owner != "up":
-        raise ConfigError(f"`areal {there.owner}` (pid {there.pid}) runs its own servers; wait for its end")
+        raise ConfigError(
+            f"`areal {there.owner}` (pid {there.pid}) runs its own servers here; wait until it ends, or stop it"
+        )
     if there is None:
         there = stack.Launch("up").wait_ready()
     print(f"{there.pages}\n`areal train`, `compare` and `evaluate` use these servers. `areal down` stops them.")

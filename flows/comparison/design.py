@@ -71,7 +71,7 @@ def plan_trials(
     if matched and len(arms) < 2:
         raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
     if not seeds:
-        raise ConfigError("seeds: must be at least one")
+        raise ConfigError("seeds: must be at least 1, got 0")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
     compose(experiment, overrides)  # an error in the common overrides names no arm
@@ -152,7 +152,7 @@ def check_name(field: str, name: str) -> None:
 
 def _compose(arm: str, experiment: str, overrides: Sequence[str], own: Sequence[str]) -> RunConfig:
     if any(_field(override) == "seed" for override in (*overrides, *own)):
-        raise ConfigError(f"arms.{arm}: seed is chosen by seeds, not by an override")
+        raise ConfigError(f"arms.{arm}: must not set seed; set it in seeds")
     chosen = [override.partition("=")[2].strip() for override in own if _field(override) == "experiment"]
     others = [override for override in own if _field(override) != "experiment"]
     with _named(arm):
@@ -201,7 +201,10 @@ def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
 
 
 def _differs(arm: str, field: str, value: object, reference: str, other: object) -> ConfigError:
-    return ConfigError(f"arms.{arm}: {field} must be the same in every arm, got {value}, {reference} has {other}")
+    return ConfigError(
+        f"arms.{arm}: {field} must be {other} as in {reference}, got {value}; arms may differ only in how they "
+        "generate and train"
+    )
 
 
 # ---- the comparison as a whole, kept in its folder ----
@@ -259,8 +262,8 @@ class Comparison:
     def _check(self, field: str, asked: object, known: object) -> None:
         if asked != known:
             raise ConfigError(
-                f"{field}: must be {known!r} as when comparison {self.name} was started, got {asked!r}; "
-                "a comparison that goes on may only get new arms and seeds"
+                f"{field}: must be {known!r} as in the existing comparison {self.name}, got {asked!r}; "
+                "add only arms and seeds, or choose another name"
             )
 
 
@@ -276,5 +279,5 @@ def read_comparison(folder: Path) -> Comparison | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"comparison: {file} is damaged ({error!r}); restore it, or remove it to plan {folder.name} anew"
+            f"comparison: {file} is damaged ({error!r}); restore it, or delete it to start {folder.name} again"
         ) from error

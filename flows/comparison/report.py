@@ -15,7 +15,7 @@ from flows.comparison.intervals import CONFIDENCE, Interval, coverage, median_in
 from flows.comparison.measures import Measure, common_target, effect_of, measures, succeeded, unreached, values_by_seed
 from flows.comparison.trials import TrialResult
 
-EMULATED = "EMULATED accelerators: times are those of the time model, no model was trained"
+EMULATED = "EMULATED accelerators: a time model gives all times; no model was trained"
 
 Arms = Mapping[str, Sequence[str]]  # name -> overrides; the first is the reference
 Results = Sequence[TrialResult]  # one per planned trial, including failed ones
@@ -135,34 +135,34 @@ def _notes(results: Results) -> list[str]:
     """Section on failed and resumed trials, placed before the results."""
     said = [f"{r.trial.arm}, seed {r.trial.seed}: {_escaped(r.failure)}" for r in results if r.failure is not None]
     said += [
-        f"{r.trial.arm}, seed {r.trial.seed}: resumed: its times include work done twice"
+        f"{r.trial.arm}, seed {r.trial.seed}: resumed: its times include repeated work"
         for r in results
         if r.summary is not None and r.summary.starts > 1
     ]
-    return ["## Failed and resumed trials", "Figures are without those that failed.", _items(said)] if said else []
+    return ["## Failed and resumed trials", "The figures leave failed trials out.", _items(said)] if said else []
 
 
 def _legend(arms: Arms, results: Results) -> str:
     scored = ""
     if results[0].trial.config.evaluated and common_target(results) is None:
-        scored = " No score is timed: there is no common one that training reached in every trial."
+        scored = " Time to score is missing: the trials reached no common score in training."
     return (
-        f"{_reading(arms, results)} Not reached: an arm is timed only if every successful trial of it got there. Wall "
-        f"time runs from the first server that takes work to the last version.{scored}"
+        f"{_reading(arms, results)} Not reached: some trial of the arm did not reach the score. "
+        f"Wall time runs from the first ready server to the last published version.{scored}"
     )
 
 
 def _reading(arms: Arms, results: Results) -> str:
     """Explain the content of a cell and the coverage of its interval."""
     seeds, reference = len(_seeds(results)), next(iter(arms))
-    what = f"Medians [intervals] over seeds; then the ratio or difference to {reference}, seed by seed."
+    what = f"Medians [intervals] over seeds; then the ratio or difference to {reference}, paired by seed."
     if seeds == 1:
-        return f"{what} One seed has no interval and gives no verdict; six give intervals of 95 % or more."
+        return f"{what} One seed gives no interval and no verdict; six seeds give intervals of at least 95 %."
     held = f"{100 * median_interval(range(seeds)).coverage:.4g} %"
-    advice = "" if coverage(seeds) >= CONFIDENCE else "; 95 % need six seeds"
+    advice = "" if coverage(seeds) >= CONFIDENCE else "; six seeds give at least 95 %"
     return (
-        f"{what} An interval of {seeds} values holds the true median with {held}, whatever the distribution{advice}. "
-        "No difference: 1 for ratios, or 0 for differences, lies in it."
+        f"{what} An interval of {seeds} values contains the true median with {held}, for any distribution{advice}. "
+        "No difference: the interval contains 1 (ratios) or 0 (differences)."
     )
 
 

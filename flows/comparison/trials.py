@@ -70,12 +70,12 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
 
 def _not_as_planned(trial: Trial, run: RunDir) -> str | None:
     if not run.summary.exists():
-        return "the run has not ended: it left no summary"
+        return "the run has not finished: it has no summary"
     try:
         made = run.config()
     except ArealError as error:  # written by another version of this program
-        return f"the configuration of the finished run {trial.run_id}: {error}"
+        return f"can't read the configuration of the finished run {trial.run_id}: {error}"
     for name, planned, known in differences(trial.config, made):
         if not re.fullmatch(_MAY_DIFFER, name):
-            return f"{name}: must be {planned!r} as planned, got {known!r} from the finished run {trial.run_id}"
+            return f"{name}: must be {planned!r} as planned, but the finished run {trial.run_id} has {known!r}"
     return None

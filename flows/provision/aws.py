@@ -97,7 +97,9 @@ class Aws:
                 return
             confirm()
             time.sleep(_LOOK_S)
-        raise ProvisionError(f"aws: instance {instance} is not gone {_LOOKS * _LOOK_S:g} s after it was to end")
+        raise ProvisionError(
+            f"aws: instance {instance} still exists {_LOOKS * _LOOK_S:g} s after the request to terminate it"
+        )
 
     def _ec2_found(self, run: str | None) -> Iterator[Found]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}

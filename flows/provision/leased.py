@@ -120,7 +120,7 @@ class LeasedNodes:
         self._stack = ExitStack()
 
     def __enter__(self) -> LeasedNodes:
-        owner = str(self.request.get("lease", {}).get("owner", "somebody"))
+        owner = str(self.request.get("lease", {}).get("owner", "unknown"))
         with ExitStack() as stack:
             self._nodes = nodes = Nodes(
                 self.request,
@@ -156,7 +156,7 @@ class LeasedNodes:
     def check(self) -> None:
         """Raise LeaseLostError if another process has taken the lease or is about to take it."""
         if self._closing.is_set():
-            raise LeaseLostError(f"run {self.run}: its nodes were handed over, to be ended by the reaper")
+            raise LeaseLostError(f"run {self.run}: its nodes were handed over to the reaper, which destroys them")
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
@@ -234,7 +234,7 @@ class LeasedNodes:
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
-            raise LeftError(f"run {self.run}: {', '.join(left)} could not be ended")
+            raise LeftError(f"run {self.run}: could not delete {', '.join(left)}")
 
     def _apply(self, plan: Plan) -> None:
         self.check()
@@ -266,8 +266,8 @@ class LeasedNodes:
         if found := self._cloud.found(self.run):
             held = set() if begun else self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
-                why = "somebody has begun to end" if begun else "is in no state"
-                self._log(f"run {self.run}: ending what {why}: {', '.join(map(str, strays))}")
+                why = "leftovers of an unfinished destruction" if begun else "resources that Terraform's state lacks"
+                self._log(f"run {self.run}: deleting {why}: {', '.join(map(str, strays))}")
                 self._cloud.end(strays, self._confirm)
         if begun:
             self._held.renew(ending=False)
@@ -282,7 +282,7 @@ class LeasedNodes:
         lock = self._lock()
         if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return
-        self._log(f"run {self.run}: removing the lock of a terraform that has ended, {lock['Who']}")
+        self._log(f"run {self.run}: removing the state lock of a dead terraform, {lock['Who']}")
         try:
             self._nodes.terraform.unlock(lock["ID"])
         except ProvisionError:
@@ -327,7 +327,7 @@ class LeasedNodes:
             how()
             self._over = True
         except (StorageError, LeaseLostError) as error:
-            self._log(f"run {self.run}: its lease was left as it is: {error}")
+            self._log(f"run {self.run}: could not give up the lease of its nodes: {error}")
 
 
 class LeftError(ProvisionError):
@@ -344,7 +344,7 @@ def tried(
         except (ProvisionError, StorageError) as error:
             if not passes(error):
                 raise
-            log(f"run {run}: trying again in {pause_s:g} s: {error}")
+            log(f"run {run}: retrying in {pause_s:g} s: {error}")
             pause(pause_s)
     return change()
 

@@ -178,17 +178,19 @@ class Leases:
         now = self.clock.wall()
         if claimant.by == "reaper":
             return (
-                None if self.is_over(found) else f"run {found.run}: {found.owner} has its nodes until {found.expires}"
+                None
+                if self.is_over(found)
+                else f"run {found.run}: the lease of {found.owner} on its nodes runs until {found.expires}"
             )
         died = (found.where, found.by) == (claimant.where, claimant.by)
         if found.held_until is not None and not died and now <= found.held_until + self.margin_s:
             whose = "the reaper" if found.by == "reaper" else f"a {found.by} of {found.owner}"
-            until = f"until {_utc(found.held_until)} if not for longer"
-            return f"run {found.run}: {whose} is at its nodes, on {found.where}, {until}"
+            until = f"until {_utc(found.held_until)} or longer"
+            return f"run {found.run}: {whose} on {found.where} holds the lease of its nodes {until}; retry later"
         if claimant.by == "flow" and found.by == "command" and now <= found.expires_at + self.margin_s:
             return (
-                f"run {found.run}: {found.owner} keeps its nodes by hand until {found.expires}; "
-                "`areal nodes ACTION=destroy` ends them"
+                f"run {found.run}: {found.owner} created its nodes by hand and keeps them until {found.expires}; "
+                "destroy them with `areal nodes destroy FILE`"
             )
         return None
 
@@ -200,9 +202,9 @@ class Leases:
         try:
             lease = msgspec.json.decode(data, type=Lease)
             if lease.run != run:
-                raise msgspec.ValidationError(f"it is one of run {lease.run!r}")
+                raise msgspec.ValidationError(f"run: must be {run!r}, got {lease.run!r}")
         except _UNREADABLE as error:
-            _log.warning("%s/%s must be a lease, and counts as over: %s", self.storage.url, name_of(run), error)
+            _log.warning("%s/%s: damaged lease, treated as expired: %s", self.storage.url, name_of(run), error)
             nobody: dict[str, Any] = {"owner": "-", "by": "command", "where": "-", "holder": "-"}
             lease = Lease(run=run, **nobody, beat=0, taken_at=0.0, held_until=None, ending=True)
         return lease, mark
@@ -320,10 +322,10 @@ class Held:
             raise LeaseLostError(f"run {self.lease.run}: the lease of its nodes was {self._over}")
 
     def _is_lost(self) -> LeaseLostError:
-        self.lost = f"run {self.lease.run}: the lease of its nodes is lost, somebody else has taken it over"
+        self.lost = f"run {self.lease.run}: another process has taken over the lease of its nodes"
         with contextlib.suppress(StorageError):
             if found := self._leases.read(self.lease.run):
-                self.lost = f"run {self.lease.run}: the lease of its nodes is lost to a {found.by} on {found.where}"
+                self.lost = f"run {self.lease.run}: a {found.by} on {found.where} has taken over the lease of its nodes"
         return LeaseLostError(self.lost)
 
     def _keep(self) -> None:
@@ -339,7 +341,9 @@ class Held:
                 return
             except StorageError as error:
                 if wait_s == self._length_s / 3:
-                    _log.warning("the lease of run %s could not be renewed: %s", self.lease.run, error)
+                    _log.warning(
+                        "run %s: could not renew the lease of its nodes, will retry: %s", self.lease.run, error
+                    )
                 wait_s = self._length_s / 12
 
 

@@ -58,7 +58,7 @@ class Nodes:
         self._lock = FileLock(
             self.folder / "lock",
             timeout_s=busy_s,
-            busy=f"run {self.run}: another command is at its nodes on this machine",
+            busy=f"run {self.run}: another command on this machine is changing its nodes; retry later",
         )
         self.terraform = Terraform("run", self.folder, backend=where, keep=(self._lock.fd,), **options)
 
@@ -98,10 +98,10 @@ def completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[st
     """All variables of the root module `run`. Raises ConfigError."""
     variables = dict(request)
     if not variables.get("run"):
-        raise ConfigError("run: must be the id of a run")
+        raise ConfigError("run: must be given, the id of the run")
     if "foundation" not in variables:
         if "foundation" not in control:
-            raise ConfigError("foundation: must be what `control` has made, and `make control` has made nothing here")
+            raise ConfigError("foundation: must be given, or run `make control` here, whose outputs contain it")
         variables["foundation"] = control["foundation"]
     prefect = dict(variables.get("prefect") or {})
     if "prefect_api_url" in control:

@@ -48,8 +48,8 @@ class Reaped:
     failed: str | None = None  # reason of a failure; the next reaper retries
 
     def __str__(self) -> str:
-        done = f"run {self.run}: {self.ended or 'nothing'} ended"
-        return f"{done}; to be tried again: {self.failed}" if self.failed else done
+        done = f"run {self.run}: deleted {self.ended or 'nothing'}"
+        return f"{done}; failed, the next reaper retries: {self.failed}" if self.failed else done
 
 
 def reaper_of(
@@ -102,7 +102,7 @@ class Reaper:
             return self._told(Reaped(run=run, failed=str(error)))
         if lease is None or not self._leases.is_over(lease):
             return None
-        since = lease.expires if lease.expires_at else "it was put down"
+        since = lease.expires if lease.expires_at else "no holder"
         return self._end(Reaped(run=run, owner=lease.owner, over_since=since))
 
     def _end(self, known: Reaped) -> Reaped | None:
@@ -119,12 +119,14 @@ class Reaper:
                 self._forget(run)
                 held.release()
         except HeldError as error:
-            self._log(f"run {run}: left to another one: {error}")
+            self._log(f"run {run}: skipped, as another process was faster: {error}")
             return None
         except ArealError as error:
             return self._told(replace(known, failed=str(error)))
         counts = Counter(each.kind for each in found)
-        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
+        ended = (
+            ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing (no resource was left)"
+        )
         return self._told(replace(known, ended=ended, cost=_cost(meter)))
 
     def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:
@@ -135,7 +137,7 @@ class Reaper:
         meter.observe((each for each in there if each.kind == NODE), self._leases.clock.wall())
         cloud.end(there, held.confirm)
         if left := cloud.found(run):
-            raise LeftError(f"run {run}: {', '.join(map(str, left))} could not be ended")
+            raise LeftError(f"run {run}: could not delete {', '.join(map(str, left))}")
 
     # -- the sweep -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class Reaper:
             live = set(self._leases.live())
             known = set(self._leases.known())
         except ArealError as error:
-            yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
+            yield self._told(Reaped(run="-", failed=f"could not search for resources without a lease: {error}"))
             return
         for run in sorted({each.run for each in found} - live):
             its = [each for each in found if each.run == run]

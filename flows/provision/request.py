@@ -66,7 +66,7 @@ def overrides(config: RunConfig, control: Mapping[str, Any]) -> list[str]:
         chosen += [f"launch.devices={gpus}", f"launch.devices_per_host={max(nodes.gpus for nodes in roles.values())}"]
     if config.storage.url == StorageConfig.url:
         if "foundation" not in control:
-            raise ConfigError("storage.url: must be a store that all nodes reach, as s3://bucket/prefix")
+            raise ConfigError("storage.url: must be a store that all nodes can reach, as s3://bucket/prefix")
         chosen.append(f"storage.url=s3://{control['foundation']['bucket']}")
     return chosen
 
@@ -84,7 +84,9 @@ def queue(config: RunConfig, run_id: str, role: str) -> str:
 def _api_url(control: Mapping[str, Any]) -> str:
     """Address of Prefect's API for nodes, from the outputs of `control`. Raises ConfigError."""
     if "prefect_api_url" not in control:
-        raise ConfigError("provision.prefect_api_url: must be an address of Prefect's API that nodes reach")
+        raise ConfigError(
+            "provision.prefect_api_url: must be given, as http://HOST:4200/api, or run `make control` here first"
+        )
     return control["prefect_api_url"]
 
 

@@ -97,7 +97,7 @@ class Terraform:
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
-                f"{self._binary} is not on the PATH: needs terraform 1.11 or tofu 1.10, or newer ({BINARY} names one)"
+                f"{self._binary} is not on the PATH; install terraform 1.11 or tofu 1.10, or newer, or set {BINARY}"
             )
         self._folder, self._backend, self._log = folder, backend, log
         self._root = folder / "copy" / root
@@ -220,7 +220,9 @@ class Terraform:
         try:
             with self._telling:
                 if self._stop_at < math.inf:
-                    raise ProvisionError(f"terraform {arguments[0]}: was stopped before it started")
+                    raise ProvisionError(
+                        f"terraform {arguments[0]}: not started, as the nodes are being handed over to the reaper"
+                    )
                 self._tell(right)
                 process = subprocess.Popen(
                     [*_GUARD, str(told), str(self._grace_s), self._binary, *arguments],

@@ -57,7 +57,10 @@ def test_its_worker_comes_and_its_end_is_set(nodes: Nodes, cloud: EmulatedCloud,
 @pytest.mark.parametrize(
     ("replaced", "line"),
     [
-        ((PARAMETER, "/areal/another"), "areal: error: secrets: there is no parameter /areal/another in us-east-1"),
+        (
+            (PARAMETER, "/areal/another"),
+            "areal: error: secrets: must be SSM parameters in us-east-1, which has no /areal/another",
+        ),
         ((f"{FILES}/.venv", "/none/.venv"), "The image has no environment, and software.install is empty."),
     ],
 )

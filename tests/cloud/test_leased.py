@@ -58,7 +58,7 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
         patched.setattr(leased, "_PAUSE_S", 0.5)
         with LeasedNodes(request, state, log=log) as nodes:
             (host,) = nodes.make()
-            assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
+            assert any(line.startswith(f"run {RUN}: removing the state lock of a dead terraform") for line in said)
             found = cloud_of(nodes.request["foundation"])
             found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
             nodes.end()

@@ -236,7 +236,7 @@ class Nodes:
         self._planned: dict[Path, tuple[int, list[tuple[str, str]]]] = {}
         self._stopped = False
         if self._me in self._world.busy:
-            raise ProcessError("another command is at its nodes on this machine")
+            raise ProcessError("another command on this machine is changing its nodes")
         self._world.busy.add(self._me)
 
     def __enter__(self) -> Nodes:

@@ -20,7 +20,7 @@ variable "zones" {
 
   validation {
     condition     = alltrue([for zone in var.zones : startswith(zone, var.region)])
-    error_message = "zones: must be availability zones of the region, as us-east-1a of us-east-1."
+    error_message = "zones: must be availability zones of region, such as us-east-1a of us-east-1."
   }
 }
 
@@ -78,7 +78,7 @@ variable "secrets" {
 
   validation {
     condition     = alltrue([for parameter in values(var.secrets) : can(regex("^/[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", parameter))])
-    error_message = "secrets: must be names of parameters, as /areal/prefect-auth, never the secrets themselves."
+    error_message = "secrets: values must be names of SSM parameters, such as /areal/prefect-auth, not the secrets themselves."
   }
 }
 
@@ -92,6 +92,6 @@ variable "software" {
 
   validation {
     condition     = can(regex("^/[A-Za-z0-9_./-]+$", var.software.path))
-    error_message = "software: path must be absolute, of letters, digits and _.-/."
+    error_message = "software: path must be absolute and contain only letters, digits and _.-/."
   }
 }

@@ -37,7 +37,7 @@ variable "nodes" {
 
   validation {
     condition     = length(var.nodes) > 0 && alltrue([for role in keys(var.nodes) : contains(["generation", "trainer"], role)])
-    error_message = "nodes: must be of the roles generation and trainer."
+    error_message = "nodes: keys must be generation and trainer, at least one of them."
   }
   validation {
     condition     = alltrue([for pool in var.nodes : pool.count >= 0 && pool.count <= 256 && floor(pool.count) == pool.count])
@@ -45,11 +45,11 @@ variable "nodes" {
   }
   validation {
     condition     = alltrue([for pool in var.nodes : contains(keys(local.types), "${pool.gpus}x${pool.gpu}")])
-    error_message = "nodes: no machine has so many (gpus) of that GPU (gpu); there are ${join(", ", keys(local.types))}."
+    error_message = "nodes: gpus and gpu must be one of ${join(", ", keys(local.types))}."
   }
   validation {
     condition     = alltrue([for pool in var.nodes : pool.max_price == null || (pool.spot && try(pool.max_price > 0, false))])
-    error_message = "nodes: max_price must be above 0, and is for spot nodes: the others have a price."
+    error_message = "nodes: max_price must be above 0, and null unless spot is true."
   }
   validation {
     condition     = alltrue([for pool in var.nodes : pool.disk_gib >= 50 && pool.disk_gib <= 16384])
@@ -66,7 +66,7 @@ variable "lease" {
 
   validation {
     condition     = can(timeadd(var.lease.expires_at, "0s")) && endswith(var.lease.expires_at, "Z")
-    error_message = "lease: expires_at must be a time in UTC, as 2030-01-31T12:00:00Z."
+    error_message = "lease: expires_at must be a time in UTC, such as 2030-01-31T12:00:00Z."
   }
   validation {
     condition     = can(regex("^[A-Za-z0-9 _.:/=+@-]{1,128}$", var.lease.owner))
@@ -83,7 +83,7 @@ variable "prefect" {
 
   validation {
     condition     = can(regex("^https?://[^/@\\s]+/", var.prefect.api_url))
-    error_message = "prefect: api_url must be an address without credentials, as http://10.64.0.5:4200/api."
+    error_message = "prefect: api_url must be an address without credentials, such as http://10.64.0.5:4200/api; set PREFECT_API_AUTH_STRING in secrets."
   }
 }
 
@@ -94,11 +94,11 @@ variable "environment" {
 
   validation {
     condition     = alltrue([for name in keys(var.environment) : can(regex("^[A-Z][A-Z0-9_]*$", name))])
-    error_message = "environment: must be named as environment variables, as MLFLOW_TRACKING_URI."
+    error_message = "environment: keys must be uppercase letters, digits and _, such as MLFLOW_TRACKING_URI."
   }
   validation {
     condition     = alltrue([for name in keys(var.environment) : !can(regex("PASSWORD|SECRET|TOKEN|AUTH|KEY", name))])
-    error_message = "environment: a password, secret, token or key belongs into secrets, by the name of its parameter."
+    error_message = "environment: must hold no password, secret, token or key; set the name of its SSM parameter in secrets."
   }
 }
 
@@ -109,11 +109,11 @@ variable "secrets" {
 
   validation {
     condition     = alltrue([for name in keys(var.secrets) : can(regex("^[A-Z][A-Z0-9_]*$", name))])
-    error_message = "secrets: must be named as environment variables, as PREFECT_API_AUTH_STRING."
+    error_message = "secrets: keys must be uppercase letters, digits and _, such as PREFECT_API_AUTH_STRING."
   }
   validation {
     condition     = alltrue([for parameter in values(var.secrets) : can(regex("^/[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", parameter))])
-    error_message = "secrets: must be names of parameters, as /areal/prefect-auth, never the secrets themselves."
+    error_message = "secrets: values must be names of SSM parameters, such as /areal/prefect-auth, not the secrets themselves."
   }
 }
 
@@ -127,7 +127,7 @@ variable "software" {
 
   validation {
     condition     = can(regex("^/[A-Za-z0-9_./-]+$", var.software.path))
-    error_message = "software: path must be absolute, of letters, digits and _.-/."
+    error_message = "software: path must be absolute and contain only letters, digits and _.-/."
   }
 }
 

@@ -119,7 +119,7 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     assert {row["arm"]: row["succeeded"] for row in table} == {"sync": "1 of 1", "async-1": "1 of 1", "late": "0 of 1"}
     trials = _trials(up, flow_run)
     for arm in ("sync", "async-1"):
-        assert trials[f"{arm} seed 1"].state.message == "has ended before, not run again"
+        assert trials[f"{arm} seed 1"].state.message == "finished before, not repeated"
     assert (trials["late seed 1"].state_name, trials["late seed 1"].run_count) == ("Failed", 2)
     assert summary.stat().st_mtime_ns == written
     parent = _parent(up, "first")
@@ -160,7 +160,7 @@ def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     done = _evaluate(up.state, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     page = up.state / "evaluations" / "before" / "arithmetic.html"
-    assert f"arithmetic, to read: {page}" in done.stdout
+    assert f"arithmetic, page: {page}" in done.stdout
     assert page.exists()
     artifacts = up.artifacts(up.newest().id)
     rows = json.loads(artifacts["areal-result"].data)

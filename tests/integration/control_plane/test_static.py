@@ -81,5 +81,6 @@ def test_more_hosts_than_there_are(up: Up) -> None:
     run = up.wait(up.start("areal/train", provision="static", overrides=overrides(up, *_THREE)), "Failed")
     assert run.state is not None
     assert run.state.message == (
-        "provision.generation.count: 3 hosts must serve the queue generation of the work pool areal-nodes, there are 1"
+        "provision.generation.count: must be at most 1, the hosts that serve the queue generation of the work pool "
+        "areal-nodes, got 3; start workers on more hosts"
     )

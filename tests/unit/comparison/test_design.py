@@ -75,19 +75,19 @@ def test_arms_of_a_seed_really_match() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"task__held_out": 512}, "task.held_out must be the same in every arm, got 512, sync has 1024"),
+        ({"task__held_out": 512}, "task.held_out must be 1024 as in sync, got 512"),
         (
             {"rollout__batch_size": 256},
-            "rollout.batch_size * training.steps must be the same in every arm, got 256 * 25, sync has 512 * 25",
+            "rollout.batch_size * training.steps must be 512 * 25 as in sync, got 256 * 25",
         ),
         ({"generation__servers": 3}, "generation.servers must be at most launch.devices (2), got 3"),
-        (_EMULATED, "generation.engine must be the same in every arm, got emulated, sync has embedded"),
+        (_EMULATED, "generation.engine must be embedded as in sync, got emulated"),
     ],
 )
 def test_arms_that_do_not_match_are_refused(other: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_matched({"sync": _config(), "other": _config(**other)})
-    assert str(error.value) == f"arms.other: {said}"
+    assert str(error.value).startswith(f"arms.other: {said}")
 
 
 FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]
@@ -128,9 +128,9 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
         ({"comparison": "a study"}, "comparison: a name must be letters, digits and single dashes, got 'a study'"),
         ({"comparison": "s" * 61}, f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
         ({"arms": {"sync": []}}, "arms: must be at least 2, got 1"),
-        ({"seeds": []}, "seeds: must be at least one"),
+        ({"seeds": []}, "seeds: must be at least 1, got 0"),
         ({"seeds": [1, 2, 1]}, "seeds: must be distinct, got 1, 2, 1"),
-        ({"arms": {"a": [], "b": ["seed=3"]}}, "arms.b: seed is chosen by seeds, not by an override"),
+        ({"arms": {"a": [], "b": ["seed=3"]}}, "arms.b: must not set seed; set it in seeds"),
         ({"arms": {"a": [], "b": ["training.step=3"]}}, "arms.b: training.step: no such field; did you mean tr"),
         ({"overrides": ["training.step=3"]}, "training.step: no such field"),  # which is no arm's fault
     ],
@@ -176,9 +176,9 @@ def test_comparison_is_written_read_and_continued(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"experiment": "cpu-sync"}, "experiment: must be 'cpu-async' as when comparison study was started"),
-        ({"overrides": []}, "overrides: must be ['training.steps=10'] as when comparison study was started, got []"),
-        ({"arms": {"sync": []}}, "arms.sync: must be ['mode=sync'] as when comparison study was started, got []"),
+        ({"experiment": "cpu-sync"}, "experiment: must be 'cpu-async' as in the existing comparison study"),
+        ({"overrides": []}, "overrides: must be ['training.steps=10'] as in the existing comparison study, got []"),
+        ({"arms": {"sync": []}}, "arms.sync: must be ['mode=sync'] as in the existing comparison study, got []"),
     ],
 )
 def test_what_was_decided_stays(changed: dict[str, Any], line: str) -> None:
@@ -248,7 +248,7 @@ def test_failed_trial_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
 
 def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
     [made, *_] = _trials(tmp_path)
-    assert load_result(made).failure == "the run has not ended: it left no summary"
+    assert load_result(made).failure == "the run has not finished: it has no summary"
     assert not run_folder(made.config, "t.sync.s1").root.exists()  # a look leaves nothing behind
     run_trial(made, log=print, execute=Runs([made]))
 
@@ -256,7 +256,7 @@ def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
         return load_result(plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", *overrides])[0])
 
     other = found("stop.minutes=3")
-    assert other.failure == "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
+    assert other.failure == "stop.minutes: must be 3.0 as planned, but the finished run t.sync.s1 has None"
     assert other.summary is None
     assert found("storage.url=/elsewhere", "tracking=off").summary is not None
 

@@ -173,7 +173,7 @@ def test_table_holds_medians_intervals_ratios_and_verdicts() -> None:
         "0.900 [0.890, 0.920]; +0.000 [-0.010, +0.020] no difference",
     ]
     assert _row(page, "trainer waits, % of time")[1] == "30.0 [30.0, 30.0]; -30.0 [-30.0, -30.0] lower"
-    assert "An interval of 3 values holds the true median with 75 %" in page
+    assert "An interval of 3 values contains the true median with 75 %" in page
     assert "Seeds 1, 2, 3, the same in every arm; 6 trials." in page
     assert "5,120 trajectories a trial" in page
     assert "| sync | mode=sync |  | 2 + 2 | 3 of 3 |" in page
@@ -188,7 +188,7 @@ def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds()
     results = [failed(r.trial, "no new_step") if r.trial.run_id == "study.async-1.s3" else r for r in results]
     page = report_page("study", _ARMS, results)
     assert page.index(r"- async-1, seed 3: no new\_step") < page.index("## Results")
-    assert page.index("- sync, seed 2: resumed: its times include work done twice") < page.index("## Results")
+    assert page.index("- sync, seed 2: resumed: its times include repeated work") < page.index("## Results")
     fewer = "200 [150, 250] (n=2: 50 %); 1.38x [1.25, 1.50] (n=2: 50 %) higher"
     assert _row(page, "effective tokens/s") == ["200 [100, 400]", fewer]
 
@@ -234,7 +234,7 @@ def test_headline_has_speed_ratio_score_and_trials_of_every_arm() -> None:
     assert headline["effective tokens/s"] == "250 [150, 800]; 1.50x [1.25, 2.00] higher"
     assert headline["time to score 0.75, s"] == "8.0 [8.0, 8.0]; 1.00x [1.00, 1.00] no difference"
     assert result_table(_ARMS, results[:2])[1]["effective tokens/s"] == "150; 1.50x"  # one seed gives no verdict
-    assert "One seed has no interval and gives no verdict" in result_title("study", _ARMS, results[:2])
+    assert "One seed gives no interval and no verdict" in result_title("study", _ARMS, results[:2])
 
 
 def test_metrics_hold_ratios_and_differences_with_their_intervals() -> None:

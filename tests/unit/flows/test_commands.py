@@ -32,7 +32,7 @@ def test_every_command_has_a_help_with_an_example(name: str, capsys: pytest.Capt
 
 def test_a_command_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    said = "areal: error: there is no command 'trian'; did you mean train? `areal --help` lists all\n"
+    said = "areal: error: unknown command 'trian'; did you mean train? `areal --help` lists all commands\n"
     assert capsys.readouterr().err == said
 
 
@@ -122,8 +122,8 @@ old DATE finished 999 bytes 1.2 MB -
 left DATE stopped 999 bytes 1.2 MB 2.0 kB
 new DATE running 999 bytes 1.2 MB -
 
-To delete: leftovers of 2 runs (1.2 MB), which no resume needs.
-To delete runs: --run NAME, --older DAYS."""
+To delete: leftovers of 2 runs (1.2 MB). No resume needs them.
+To delete whole runs, give --run NAME or --older DAYS."""
 
 
 def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> HeldRun:
@@ -164,9 +164,9 @@ def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.Capt
     [
         ([], 0, [("delete", ".pruned-x-2"), ("free", "left")], ""),  # leftovers alone
         (["--run", "old", "--run", "left", "--older", "35"], 0, [("delete", "old")], ""),  # both choices must hold
-        (["--older", "30"], 1, [("delete", "old"), ("delete", ".pruned-x-2")], "1 of 3 could not be deleted"),
+        (["--older", "30"], 1, [("delete", "old"), ("delete", ".pruned-x-2")], "1 of 3 runs could not be deleted"),
         (["--run", "new"], 2, [], "--run: new is running; stop it first"),
-        (["--run", "none"], 2, [], "--run: there is no run none; `areal prune` lists all"),
+        (["--run", "none"], 2, [], "--run: unknown run none; `areal prune` lists all runs"),
         (["--older", "30d"], 2, [], "argument --older: invalid float value: '30d'; see areal prune --help"),
     ],
 )
@@ -182,7 +182,9 @@ def test_what_was_chosen_is_deleted(
     assert did == deleted
     told = capsys.readouterr()
     assert told.err == (f"areal: error: {line}\n" if line else "")
-    assert ("left: not deleted, try again: storage.url: can't delete it: no rights" in told.out) == (status == 1)
+    assert ("left: could not be deleted, repeat the command: storage.url: can't delete it: no rights" in told.out) == (
+        status == 1
+    )
 
 
 def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +208,15 @@ def test_seeds_are_numbers_and_arms_are_names_with_their_overrides() -> None:
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        ({"arm": ["sync mode=sync"]}, r"arm: must be of the form 'name: field=value \.\.\.', got 'sync mode=sync'"),
-        ({"arm": ["a: mode=sync", "a : mode=async"]}, "arm: a is there twice"),
-        ({"arm": ["a: mode='sync", "b:"]}, 'arm: "a: mode=\'sync": No closing quotation'),
+        ({"arm": ["sync mode=sync"]}, r"--arm: must be of the form 'NAME: field=value \.\.\.', got 'sync mode=sync'"),
+        ({"arm": ["a: mode=sync", "a : mode=async"]}, "--arm: names must be distinct, got a twice"),
+        ({"arm": ["a: mode='sync", "b:"]}, "--arm: can't parse \"a: mode='sync\": No closing quotation"),
         ({"arm": ["a: mode=sync", "b: rollout.max_stalenes=1"]}, r"arms\.b: rollout\.max_stalenes: no such field"),
         ({"settings": ["seed=1,x"]}, "seed: must be whole numbers, as in seed=1,2,3, got 'x'"),
-        ({"settings": ["training.ranks=1,2"]}, "training.ranks: must be one value; --arm"),
+        (
+            {"settings": ["training.ranks=1,2"]},
+            "training.ranks: must be one value; to compare values, define arms with --arm",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
@@ -234,5 +239,5 @@ def test_known_comparison_is_continued_with_what_is_said(known: Comparison) -> N
     assert Comparison(**parameters(known.overrides, name="first")) == known
     again = parameters([*known.overrides, "seed=6"], ["stale: mode=async"], "first")
     assert (again["seeds"], again["arms"], again["experiment"]) == ([6], {"stale": ["mode=async"]}, "cpu-sync")
-    with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as when comparison first was started"):
+    with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as in the existing comparison first"):
         parameters([*known.overrides, "experiment=cpu-async"], name="first")

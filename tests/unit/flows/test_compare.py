@@ -40,10 +40,15 @@ FAILED = Reaped(run="second", failed="no rights")
 @pytest.mark.parametrize(
     ("reaped", "completed", "message", "told"),
     [
-        (None, True, "nothing to reap: no cloud is known here", []),
-        ([], True, "nothing to reap", []),
-        ([ENDED], True, "first", ["that run first is over", "what was reaped"]),
-        ([FAILED], False, "run second: nothing ended; to be tried again: no rights", ["what was reaped"]),
+        (None, True, reap.NOTHING_KNOWN, []),
+        ([], True, "nothing to destroy", []),
+        ([ENDED], True, "first", ["delete the work queues of run first", "store the table of destroyed nodes"]),
+        (
+            [FAILED],
+            False,
+            "run second: deleted nothing; failed, the next reaper retries: no rights",
+            ["store the table of destroyed nodes"],
+        ),
         (StorageError("storage.url: can't list s3://b"), False, "storage.url: can't list s3://b", []),
     ],
 )

@@ -66,11 +66,11 @@ def test_default_experiment_is_the_schema_itself() -> None:
         ("generation.transfer=files", "generation.transfer: no such field", "known fields: "),
         ("model=folder", "model.path: must be given", "model.path=VALUE"),
         ("launch=3", "launch: expected a group of fields", "3"),
-        ("~training.steps", "overrides: '~training.steps' must be of the form", ""),
-        ("training.steps=[1", "overrides: 'training.steps=[1' is not of the form", ""),
+        ("~training.steps", "overrides: must be of the form field=value, got '~training.steps'", ""),
+        ("training.steps=[1", "overrides: must be of the form field=value, got 'training.steps=[1'", ""),
         ("name=${nowhere}", "overrides:", "nowhere"),
-        ("", "overrides: '' is not of the form", ""),
-        ("experiment=cpu-sync", "experiment: is chosen by its own parameter", ""),
+        ("", "overrides: must be of the form field=value, got ''", ""),
+        ("experiment=cpu-sync", "experiment: must not be in overrides; set the parameter experiment", ""),
     ],
 )
 def test_wrong_override_is_one_line_that_names_the_field(override: str, start: str, hint: str) -> None:
@@ -103,8 +103,8 @@ def test_the_name_of_a_run_is_its_final_model(tmp_path):
 @pytest.mark.parametrize(
     ("benchmarks", "told"),
     [
-        ([], r"benchmarks: must name one at least"),
-        (["needle", "needle"], r"benchmarks: needle is there twice"),
+        ([], r"benchmarks: must be at least 1, got 0; name one"),
+        (["needle", "needle"], r"benchmarks: names must be distinct, got needle twice"),
         (["needles"], r"task: 'needles' .*did you mean needle\?|task: .*needle"),
     ],
 )
@@ -175,8 +175,8 @@ def test_an_experiment_of_the_users_is_a_file(tmp_path: Path) -> None:
         (None, "experiment: can't read .*: No such file or directory"),
         ("- a", "experiment: .* must be a mapping of fields to values"),
         ("a: [", "experiment: can't read .*"),
+        ("defaults: [task: rows]", "experiment: .*: defaults must be of the form 'override /GROUP: OPTION', got .*"),
         ("experiment: none", "experiment: .*: must build on one of cpu-async, .*, got 'none'"),
-        ("defaults: [task: rows]", "experiment: .*: defaults may hold 'override /GROUP: OPTION', got .*"),
     ],
 )
 def test_a_file_that_is_no_experiment_is_refused_in_one_line(tmp_path: Path, text: str | None, said: str) -> None:

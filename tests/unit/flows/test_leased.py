@@ -159,14 +159,16 @@ def test_nodes_that_are_handed_over_are_ended_and_forgotten_by_the_next_reaper(
         world.pass_(10.0)
         for _ in range(2):  # again is fine
             nodes.hand_over()
-        with pytest.raises(LeaseLostError, match=f"^run {RUN}: its nodes were handed over, to be ended by the reaper$"):
+        with pytest.raises(
+            LeaseLostError, match=f"^run {RUN}: its nodes were handed over to the reaper, which destroys them$"
+        ):
             nodes.make()
     seen: list[Any] = []
     reaper = world.reaper("r")
     monkeypatch.setattr(reaper, "_forget", lambda run: seen.append((run, world.lease()["by"], dict(world.there))))  # type: ignore[index]
     (reaped,) = reaper.reap()
     owner = "somebody@example.org"
-    assert dataclasses.astuple(reaped) == (RUN, owner, "it was put down", ALL, reaped.cost, None)
+    assert dataclasses.astuple(reaped) == (RUN, owner, "no holder", ALL, reaped.cost, None)
     assert float(reaped.cost.removeprefix("$")) >= 20.0  # two nodes, a dollar a second
     assert seen == [(RUN, "reaper", {})]  # while the reaper has its lease
 
@@ -215,7 +217,7 @@ def test_nodes_are_handed_over_whatever_the_flow_is_at(
         ((place, there),) = before
         if place != "cloud delete":  # of what no state holds, and whose name is not given again
             assert set(world.there) == there, place
-        assert ended_by_the_reaper(world).over_since == "it was put down"
+        assert ended_by_the_reaper(world).over_since == "no holder"
     assert at > 10
 
 
@@ -241,7 +243,7 @@ def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World) -> None:
     strikes(world, "quota", "cloud delete")
     (reaped,) = world.reaper("r").reap()
     assert reaped.failed is not None
-    assert str(reaped).endswith(f"to be tried again: {reaped.failed}")
+    assert str(reaped).endswith(f"the next reaper retries: {reaped.failed}")
     world.pass_a_lease()
     ended_by_the_reaper(world)
 
@@ -272,7 +274,10 @@ def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest
         nodes.make()
         monkeypatch.setattr(leased, "boot_id", lambda: "of another boot")
         shutil.copytree(world.folder / "a", world.folder / "clone")
-        with pytest.raises(HeldError, match="is at its nodes, on "), world.nodes("clone", patience_s=0.0):
+        with (
+            pytest.raises(HeldError, match="holds the lease of its nodes until "),
+            world.nodes("clone", patience_s=0.0),
+        ):
             pass
 
 
@@ -298,7 +303,7 @@ def test_runs_of_another_store_are_left_alone_and_a_store_that_is_away_is_told(
     world.strike = lambda me, place: "unavailable" if len(world.calls) > looked else None
     looked = len(world.calls) + 1
     (reaped,) = world.reaper("r").reap()
-    assert (reaped.failed or "").startswith("the sweep: store list: ")
+    assert (reaped.failed or "").startswith("could not search for resources without a lease: store list: ")
 
 
 # ---- commands ----
@@ -340,7 +345,7 @@ def test_nodes_by_hand_live_until_they_expire(
     assert run_nodes("apply", "--yes", "--replace", "trainer-0") == 0
     assert run_nodes("hosts") == 0
     assert world.state["trainer-0"][1] in capsys.readouterr().out
-    with pytest.raises(HeldError, match="keeps its nodes by hand"), world.nodes("a", patience_s=0.0):
+    with pytest.raises(HeldError, match="created its nodes by hand"), world.nodes("a", patience_s=0.0):
         pass
     world.now = EXPIRES_AT + MARGIN_S + 1.0
     assert ended_by_the_reaper(world).over_since == "2037-01-31T12:00:00Z"
@@ -355,15 +360,17 @@ def test_reaping_by_hand(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reap_command.reap(state=tmp_path)
-    assert capsys.readouterr().out == "Nothing to reap: no cloud is known here.\n"
+    assert capsys.readouterr().out == (
+        "Nothing to destroy: no store of leases is known. Run `make control` here, or give --store.\n"
+    )
     made(world)
     monkeypatch.setattr(reaper, "cloud_of", lambda foundation: Cloud(world, "r"))
     monkeypatch.setattr(reaper, "Leases", lambda storage: world.leases("r"))
     named = ["--store", str(tmp_path / "store")]
     reap_command.reap(named, tmp_path)
-    assert f"run {RUN}: {ALL} ended" in capsys.readouterr().out
+    assert f"run {RUN}: deleted {ALL}" in capsys.readouterr().out
     reap_command.reap(named, tmp_path)
-    assert capsys.readouterr().out == "Nothing to reap.\n"
+    assert capsys.readouterr().out == "Nothing to destroy.\n"
 
 
 class Time:
@@ -410,7 +417,9 @@ def test_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time:
     assert lease.request == REQUEST
     assert (lease.taken_at, lease.held_until, lease.expires_at) == (time.now, time.now + LENGTH_S, time.now + LENGTH_S)
     assert leases.live() == [RUN]
-    refused = rf"^run {RUN}: a flow of a@example\.org is at its nodes, on a, until 2001-09-09T01:51:40Z if not for lo"
+    refused = (
+        rf"^run {RUN}: a flow of a@example\.org on a holds the lease of its nodes until 2001-09-09T01:51:40Z or lo"
+    )
     with pytest.raises(HeldError, match=refused):
         acquire(leases, "b")
 
@@ -452,14 +461,14 @@ def test_one_that_was_given_back_is_anybody_s(leases: Leases, tmp_path: Path) ->
 
 def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, time: Time) -> None:
     first = acquire(leases)
-    with pytest.raises(HeldError, match=rf"^run {RUN}: a@example\.org has its nodes until "):
+    with pytest.raises(HeldError, match=rf"^run {RUN}: the lease of a@example\.org on its nodes runs until "):
         acquire(leases, "reaper", by="reaper", request=None)
     time.now += LENGTH_S + MARGIN_S + 0.1
     reaper = acquire(leases, "reaper", by="reaper", request=None)
     assert (reaper.lease.owner, reaper.lease.request) == ("a@example.org", REQUEST)
     with pytest.raises(HeldError):
         acquire(leases, "other", by="reaper", request=None)
-    with pytest.raises(LeaseLostError, match=r"is lost to a reaper on reaper$"):
+    with pytest.raises(LeaseLostError, match=r"a reaper on reaper has taken over the lease of its nodes$"):
         first.renew()
     time.meanwhile = [reaper.renew, reaper.release]
     acquire(leases, patience_s=LENGTH_S)  # which a reaper that lives gives back soon
@@ -483,7 +492,7 @@ def test_object_that_is_no_lease_counts_as_over(
     first, file = acquire(leases), tmp_path / name_of(RUN)
     file.write_bytes(said if isinstance(said, bytes) else json.dumps(json.loads(file.read_text()) | said).encode())
     assert (read(leases).request, read(leases).expires_at, leases.is_over(read(leases))) == (None, 0.0, True)
-    assert f"{file} must be a lease, and counts as over: " in caplog.records[0].getMessage()
+    assert f"{file}: damaged lease, treated as expired: " in caplog.records[0].getMessage()
     assert leases.live() == [RUN]
     reaper = acquire(leases, "reaper", by="reaper", request=None)
     assert reaper.lease.request is None
@@ -516,4 +525,4 @@ def test_it_is_renewed_by_itself_until_it_is_lost(tmp_path: Path) -> None:
         assert renewed.wait(30.0)
         leases.acquire(RUN, Claimant(owner="a", by="flow", where="a"), 0.3, request={})  # the same place
         assert lost.wait(30.0)
-    assert held.lost == f"run {RUN}: the lease of its nodes is lost to a flow on a"
+    assert held.lost == f"run {RUN}: a flow on a has taken over the lease of its nodes"

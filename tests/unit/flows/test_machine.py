@@ -69,8 +69,8 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        (None, "no driver: nvidia-smi can't be asked"),
-        ("H100, 570.1\n" * 7, "7 GPUs, should be 8: H100, 570.1; "),
+        (None, "nvidia-smi failed, so the image lacks a GPU driver or its GPU: "),
+        ("H100, 570.1\n" * 7, "must have 8 GPUs, has 7: H100, 570.1; "),
         ("H100, 570.1\n" * 8, None),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_notice_is_heeded(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
         assert looked.text is None
         server.reclaimed = True
         assert heeded.get(timeout=20.0) == '{"action": "terminate"}' == looked.text
-    assert said == ['this node is to be reclaimed: {"action": "terminate"}']
+    assert said == ['the cloud reclaims this node: {"action": "terminate"}']
 
 
 TOLD: dict[str, Any] = {
@@ -125,7 +125,7 @@ def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("parameters")
 def test_every_secret_is_read_and_absent_ones_are_named() -> None:
     assert secret_values("us-east-1", SECRETS) == {variable: f"value of {variable}" for variable in SECRETS}
-    with pytest.raises(ConfigError, match=r"^secrets: there is no parameter /areal/b in us-east-1$"):
+    with pytest.raises(ConfigError, match=r"^secrets: must be SSM parameters in us-east-1, which has no /areal/b$"):
         secret_values("us-east-1", SECRETS | {"B": "/areal/b"})
 
 
@@ -160,7 +160,7 @@ def test_a_password_that_mlflow_would_refuse(tmp_path: Path, monkeypatch: pytest
     told = control.Control(str(tmp_path), str(tmp_path), "s3://b", "us-east-1", "/areal/prefect", "/areal/mlflow")
     monkeypatch.setattr(control, "told", lambda kind: told)
     monkeypatch.setenv(control.MARK, "")
-    with pytest.raises(ConfigError, match=r"^/areal/mlflow: must have 12 characters at least$"):
+    with pytest.raises(ConfigError, match=r"^/areal/mlflow: must have at least 12 characters, got \d+$"):
         control.serve()
     assert list(tmp_path.iterdir()) == []
 

@@ -50,8 +50,8 @@ def test_progress_is_shown_when_the_server_is_there(client: MagicMock) -> None:
 def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_AGAIN_S", 0.0)
     said = list[str]()
-    assert told("the result", MagicMock(side_effect=[_AWAY, _BUSY, _AWAY, "made"]), said.append) == "made"
-    assert said == ["Prefect's server does not answer; waiting to tell it the result: refused"]
+    assert told("store the result", MagicMock(side_effect=[_AWAY, _BUSY, _AWAY, "made"]), said.append) == "made"
+    assert said == ["Prefect's server does not respond; retrying to store the result: refused"]
 
 
 @pytest.mark.parametrize(("error", "patience_s"), [(_WRONG, 3600.0), (_AWAY, -1.0)], ids=["refused", "for too long"])
@@ -60,8 +60,8 @@ def test_result_that_can_not_be_told_fails_nothing(
 ) -> None:
     monkeypatch.setattr(page, "PATIENCE_S", patience_s)
     said: list[str] = []
-    assert told("the result", MagicMock(side_effect=error), said.append) is None
-    assert said == [f"Prefect's server does not know the result: {error}"]
+    assert told("store the result", MagicMock(side_effect=error), said.append) is None
+    assert said == [f"Prefect's server: could not store the result: {error}"]
 
 
 def test_a_flow_run_that_nobody_cancels_is_noticed(client: MagicMock) -> None:

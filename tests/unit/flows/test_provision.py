@@ -150,7 +150,9 @@ def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, t
     assert asked.read_text() == "SIGTERM"  # and once
     assert ended == [True] * stopped
     if stopped:
-        with pytest.raises(ProvisionError, match=r"^terraform plan: was stopped before it started$"):
+        with pytest.raises(
+            ProvisionError, match=r"^terraform plan: not started, as the nodes are being handed over to the reaper$"
+        ):
             root.plan({})
 
 
@@ -171,7 +173,7 @@ def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Sa
             until(note, "at it")
         finally:
             owner.kill()
-    with pytest.raises(ProcessError, match="another command is at its nodes on this machine"):
+    with pytest.raises(ProcessError, match="another command on this machine is changing its nodes"):
         Nodes(REQUEST, tmp_path, busy_s=0.3)
     note.write_text("go")
     with Nodes(REQUEST, tmp_path, busy_s=_TIMEOUT_S):
@@ -180,7 +182,7 @@ def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(says: Sa
 
 def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> None:
     says()
-    for request, said in (({}, "run: must be the id"), ({"run": "r"}, "foundation: must be what")):
+    for request, said in (({}, "run: must be given"), ({"run": "r"}, "foundation: must be given")):
         with pytest.raises(ConfigError, match=f"^{said}"):
             Nodes(request, tmp_path)
     foundation = {"bucket": "b", "region": "eu-west-1", "vpc_id": "vpc-1"}

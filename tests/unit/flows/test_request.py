@@ -81,11 +81,11 @@ def test_gpus_of_nodes_are_servers_and_ranks() -> None:
 
 
 def test_what_only_control_or_a_file_can_tell_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^provision\.prefect_api_url: must be an address of Prefect's API"):
+    with pytest.raises(ConfigError, match=r"^provision\.prefect_api_url: must be given, as http://HOST:4200/api"):
         variables(config(), "run-1", {"foundation": CONTROL["foundation"]}, NOW)
     with pytest.raises(ConfigError, match=r"^provision\.install: can't read /none: No such file"):
         variables(config("provision.install=/none"), "run-1", CONTROL, NOW)
-    with pytest.raises(ConfigError, match=r"^storage\.url: must be a store that all nodes reach"):
+    with pytest.raises(ConfigError, match=r"^storage\.url: must be a store that all nodes can reach"):
         overrides(config(), {})
     with pytest.raises(ConfigError, match=r"^provision\.image: must be given"):
         configure(overrides=["provision=aws"])

@@ -49,4 +49,4 @@ def test_absent_figures_are_shown_as_dashes() -> None:
     rows = result_rows(emulated, database, "7 items")
     assert rows[0] == {"what": "emulated", "value": "qwen-7b on 8 h800"}
     expected = {"held-out accuracy": "0.200 -> - (best 0.900)", "time to score": "-", "tracking": "sqlite:///x.db"}
-    assert {row["what"]: row["value"] for row in rows}.items() >= (expected | {"not yet tracked": "7 items"}).items()
+    assert {row["what"]: row["value"] for row in rows}.items() >= (expected | {"not in MLflow yet": "7 items"}).items()

@@ -127,7 +127,7 @@ def test_service_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
         services.start("last", [sys.executable, "-c", "import time; time.sleep(60)"], {})  # whose place stays the last
         happenings = services.watch()
         for _ in range(2):
-            assert re.match(r"brief exited with code 3: .*; it is started again", next(happenings))
+            assert re.match(r"brief exited with code 3: .*; restarting it", next(happenings))
             assert [service.process.name for service in services._services] == ["brief", "last"]
         with pytest.raises(ProcessError, match=r"^brief exited with code 3"):
             next(happenings)

@@ -57,7 +57,7 @@ def test_a_server_that_is_named_and_does_not_listen_is_reported_by_its_variable(
         [sys.executable, "-m", "flows.worker"], cwd=FILES, env=environment, capture_output=True, text=True
     )
     assert ran.returncode == 1
-    said = r"PREFECT_API_URL: no Prefect server responds at http://127\.0\.0\.1:9/api/ within 5 s; .* unset it .*\n"
+    said = r"PREFECT_API_URL: no Prefect server responds at http://127\.0\.0\.1:9/api/ within 5 s; .* unset the .*\n"
     assert re.fullmatch(said, ran.stderr)
 
 

@@ -10,7 +10,7 @@ variable "cidr" {
 
   validation {
     condition     = can(cidrsubnet(var.cidr, 4, 15)) && try(tonumber(split("/", var.cidr)[1]) <= 24, false)
-    error_message = "cidr: must be an IPv4 block of /24 or larger, as 10.64.0.0/20."
+    error_message = "cidr: must be an IPv4 block of /24 or larger, such as 10.64.0.0/20."
   }
 }
 
@@ -20,6 +20,6 @@ variable "zones" {
 
   validation {
     condition     = length(var.zones) >= 1 && length(var.zones) <= 6 && length(distinct(var.zones)) == length(var.zones)
-    error_message = "zones: must be one to six different availability zones, as [\"us-east-1a\"]."
+    error_message = "zones: must be one to six different availability zones, such as [\"us-east-1a\"]."
   }
 }

@@ -15,7 +15,7 @@ variable "noncurrent_days" {
 
   validation {
     condition     = var.noncurrent_days >= 1 && floor(var.noncurrent_days) == var.noncurrent_days
-    error_message = "noncurrent_days: must be a whole number, 1 at least."
+    error_message = "noncurrent_days: must be a whole number of at least 1."
   }
 }
 
