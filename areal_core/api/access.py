@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 
-REFUSED = "Authorization: must be Bearer TOKEN, with the token from the file `token` of the run's folder"
+REFUSED = "Authorization: must be Bearer TOKEN, with the run's token from the file `token` of its folder"
 
 
 def authorization(token: str | None) -> dict[str, str]:

@@ -62,7 +62,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["training.steps"], "training.steps: an override looks like training.steps=5"),
+        (["training.steps"], "training.steps: a setting looks like training.steps=5"),
         (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
         (["training.steps=[1"], "training.steps: '[1' is not a value: "),
         (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),

@@ -225,11 +225,11 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
         played.run.stop("enough")
 
     assert set(played.play(meanwhile).values()) == {None}
-    with pytest.raises(ProcessError, match=r"run r was stopped \(enough\); it can be resumed"):
+    with pytest.raises(ProcessError, match=r"run r was stopped \(enough\); resume it by its run_id"):
         played.run.report()
     assert played.run.status() is None
     assert any(
-        line.startswith("the trainer did not end its step within launch.stop_timeout_s") for line in played.lines
+        line.startswith("the trainer did not finish its step within launch.stop_timeout_s") for line in played.lines
     )
     assert (played.dir.root / "tracked").read_text() == "KILLED"
     assert nothing_left(played)

@@ -43,7 +43,7 @@ def test_transitions_that_do_not_exist_are_refused(ledger):
     ledger.ready(group, summary(), PLACE, version=0)
     with pytest.raises(LedgerError, match="is ready, not inflight"):
         ledger.ready(group, summary(), PLACE, version=0)
-    with pytest.raises(LedgerError, match="no group 99"):
+    with pytest.raises(LedgerError, match="group 99 does not exist"):
         ledger.drop(99, "why")
     ledger.drop(group, "why")
     with pytest.raises(LedgerError, match="is dropped"):
@@ -228,7 +228,7 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
     assert ledger.publish(version(3)) == "same"  # late
     assert ledger.versions.digest(3) is None
     assert ledger.notes.incarnation == 0
-    with pytest.raises(LedgerError, match=f"no group {groups[1]}"):
+    with pytest.raises(LedgerError, match=f"group {groups[1]} does not exist"):
         ledger.lose(groups[1])
 
 
