@@ -57,7 +57,7 @@ def test_mlflow_dies_and_the_run_completes(state: Path, command: str) -> None:
     [
         ("flows.worker", "areal: error: worker was killed by SIGKILL"),
         ("prefect.engine", "Crashed: "),
-        ("flows.stack train", "areal: error: the supervisor of the servers is gone"),
+        ("flows.stack train", "areal: error: the servers' supervisor has died"),
     ],
 )
 def test_death_of_what_runs_the_flow_ends_the_command_with_one_line(state: Path, command: str, line: str) -> None:

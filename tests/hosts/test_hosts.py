@@ -137,7 +137,9 @@ def test_machines_that_are_cut_off_return(cluster: Cluster) -> None:
         assert here == [span for span in everywhere if span.process in processes]
     assert "the controller removed the generation server at " in cluster.run.log_file("host-generation").read_text()
     assert not cluster.copy(TRAINS).payloads.exists()  # its parts of groups came past the controller
-    assert not any("the controller is asked for it" in log.read_text() for log in cluster.run.logs.glob("node-*.log*"))
+    assert not any(
+        "requesting it from the controller" in log.read_text() for log in cluster.run.logs.glob("node-*.log*")
+    )
 
 
 @pytest.mark.parametrize("cluster", [AWAY], indirect=True)

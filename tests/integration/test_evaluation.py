@@ -93,7 +93,7 @@ def test_what_is_wrong_is_one_line(state, tmp_path):
         evaluate({"chains": config(state)}, name="../x")
     with pytest.raises(ConfigError, match=r"^benchmarks: must be letters"):
         evaluate({"../x": config(state)})
-    with pytest.raises(ModelError, match=r"^model\.path: .*no model folder"):
+    with pytest.raises(ModelError, match=r"^model\.path: .*is not a model folder"):
         evaluate({"chains": load({**config(state).to_dict(), "model": {"path": str(tmp_path)}})})
 
 

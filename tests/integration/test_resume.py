@@ -81,7 +81,7 @@ def test_a_second_signal_ends_a_run_at_once(config: RunConfig) -> None:
     with Launched(replace(config, launch=replace(config.launch, stop_timeout_s=5.0)), "r") as run:
         os.kill(run.pid("trainer"), signal.SIGSTOP)  # it ends no step
         run.launcher.send_signal(signal.SIGINT)
-        run.wait_for("the run stops", lambda: "the run stops: " in run.output())
+        run.wait_for("the run stops", lambda: "stopping the run: " in run.output())
         run.launcher.send_signal(signal.SIGINT)
         assert run.launcher.wait(TIMEOUT_S) == -signal.SIGINT
         run.gone()
@@ -194,7 +194,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
         run.until_step(3)
         status, out, _ = prune()
         assert (status, "running" in row(out)) == (0, True)
-        assert prune("--run", "first", "--yes")[::2] == (2, "areal: error: RUN: first is running; stop it first\n")
+        assert prune("--run", "first", "--yes")[::2] == (2, "areal: error: --run: first is running; stop it first\n")
         run.launcher.send_signal(signal.SIGTERM)
         assert run.end() == 143
     store = Storage.open(config.storage.url).child("runs/first")

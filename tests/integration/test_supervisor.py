@@ -323,7 +323,7 @@ work()
         ),
         pytest.param(
             "heartbeat.say('step 3: training'); time.sleep(600)",
-            r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training since \d+ s; "
+            r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training for \d+ s; "
             r"its stacks are in .*role-0.log: killed",
             id="no-progress",
         ),
@@ -333,7 +333,7 @@ def test_a_process_that_hangs_is_named_killed_and_started_again(rig: Rig, how: s
     rig.supervisor(HANGS.format(how=how), launch(restarts=1, liveness_timeout_s=2.0, stall_timeout_s=3.0)).run()
     (line,) = [line for line in rig.lines if "restart" in line]
     assert re.fullmatch(rf"role-0 {told}: restart 1 of 1", line)
-    assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are" in told)
+    assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are in" in told)
 
 
 # Number 1 fails at its first two starts.

@@ -83,7 +83,7 @@ def test_a_big_file_goes_in_parts(store: Storage, tmp_path: Path, size: int) -> 
 def test_an_object_is_put_over_the_one_that_was_read(store: Storage) -> None:
     first = store.put_over("d/name", b"1", None)
     with pytest.raises(
-        ChangedError, match=rf"^storage\.url: can't write {store.url}/d/name: somebody else has changed"
+        ChangedError, match=rf"^storage\.url: can't write {store.url}/d/name: another process has changed"
     ):
         store.put_over("d/name", b"other", None)
     assert store.get_marked("d/name") == (b"1", first)
