@@ -107,7 +107,7 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
 
     assert forwarder.returncode == 0, log
     assert server.held(run.tracking_id) == expected(range(4000))
-    assert "points wait" in log
+    assert "metrics are queued" in log
     assert "responds again" in log
 
 
