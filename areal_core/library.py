@@ -1,15 +1,11 @@
-"""Train, evaluate and compare from Python, and read results as DataFrames. `areal_core` exports all of it.
+"""Train, evaluate and compare from Python, and read results as DataFrames.
 
-import areal_core as areal
-
-config = areal.load(None, "training.steps=10")
-summary = areal.train(config, name="first")
-areal.results("first").curves["reward/mean"].plot()
+`areal_core` exports all of it; docs/python.md shows examples.
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +20,7 @@ from areal_core.config.files import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.run import evaluation
-from areal_core.run.folders import run_folder
+from areal_core.run.folders import run_folder, with_final_model
 from areal_core.run.launcher import execute, read_summary
 from areal_core.run.progress import RunProgress
 from areal_core.tracking.outbox import curves_of
@@ -65,10 +61,18 @@ def evaluate(
     for samples beside the greedy completion. `reference` names an earlier evaluation; the columns `above/...` hold the
     differences to it. Raises ConfigError, ModelError and ProcessError.
     """
-    configs = {each: _with_model(config, model) for each, config in benchmarks.items()}
+    configs = {
+        each: schema.load(with_final_model(replace(config, model=replace(config.model, path=model))).to_dict())
+        for each, config in benchmarks.items()
+    }
     options: dict[str, Any] = {"name": name, "reference": reference, "log": _silent if quiet else print}
-    with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this one
-        found = thread.submit(evaluation.evaluate, configs, **options).result()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        found = evaluation.evaluate(configs, **options)
+    else:  # a notebook runs an event loop in this thread
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(evaluation.evaluate, configs, **options).result()
     rows = {
         result.benchmark: {
             **result.scores.metrics(),
@@ -123,12 +127,6 @@ def results(run: str | RunSummary, config: RunConfig | None = None) -> Results:
     curves = {key: pd.Series(dict(points)) for key, points in curves_of(folder.outbox, name).items()}
     summary = read_summary(folder) if folder.summary.exists() else None
     return Results(summary, pd.DataFrame(curves).rename_axis("step").sort_index())
-
-
-def _with_model(config: RunConfig, model: str) -> RunConfig:
-    final = run_folder(config, model).root / "final"
-    path = str(final) if os.sep not in model and final.is_dir() else model
-    return schema.load(replace(config, model=replace(config.model, path=path)).to_dict())
 
 
 def _row(summary: RunSummary) -> dict[str, Any]:

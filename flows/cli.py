@@ -1,6 +1,7 @@
 """`areal`: the command for all uses of this system. Each subcommand is a module of flows.commands.
 
-Subcommands take settings as `field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
+The `main` of a subcommand returns an exit status, or None for 0, and raises ArealError. Subcommands take settings as
+`field=value` in Hydra's grammar: `experiment=cpu-tools training.steps=50`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-from areal_core.run.command import Parser
+from areal_core.run.command import Parser, run_command
 
 COMMANDS = {  # one-line descriptions, for --help
     "setup": "install an optional part: vLLM, a pretrained model, reasoning tasks, the sandbox",
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif name == "--version":
         print(f"areal {metadata.version('areal-flows')}")
     elif name in COMMANDS:
-        return import_module(f"flows.commands.{'try_' if name == 'try' else name}").main(rest)
+        module = import_module(f"flows.commands.{'try_' if name == 'try' else name}")
+        return run_command(lambda: module.main(rest))
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -29,7 +27,7 @@ from areal_core.config.fields import leaves
 from areal_core.config.files import read_values
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.run.folders import run_folder
+from areal_core.run.folders import with_final_model
 from flows.places import FILES
 
 CONF = FILES / "conf"
@@ -106,17 +104,27 @@ def split_experiment(settings: Sequence[str], default: str = "cpu-async") -> tup
     return experiment, [*own, *others]
 
 
-def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Split overrides into those with one value, and the values of each swept field, as in `seed=1,2,3`.
+def swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[int]]:
+    """Split overrides into those with one value, the values of each swept field, and the seeds of `seed=1,2,3`.
     Raises ConfigError."""
-    common, varied = [], {}
+    common, varied, seeds = [], {}, []
     for override in overrides:
         parsed = _parsed(override)
-        if parsed.is_sweep_override():
+        sweeps = parsed.is_sweep_override()
+        if parsed.key_or_group == "seed":
+            words = parsed.sweep_string_iterator() if sweeps else [parsed.get_value_string()]
+            seeds = [_seed(str(word)) for word in words]
+        elif sweeps:
             varied[parsed.key_or_group] = [str(value) for value in parsed.sweep_string_iterator()]
         else:
             common.append(override)
-    return common, varied
+    return common, varied, seeds
+
+
+def _seed(word: str) -> int:
+    if not word.isdecimal():
+        raise ConfigError(f"seed: must be whole numbers, as in seed=1,2,3, got {word!r}")
+    return int(word)
 
 
 def _read_experiment(file: Path) -> tuple[str | None, list[str]]:
@@ -239,11 +247,4 @@ def benchmark_configs(
         configs[name] = compose(EVALUATION, [f"task={name}", *file, f"model.path={quoted(model)}", *common])
     if not configs:
         raise ConfigError("benchmarks: must be at least 1, got 0; name one, as in gsm8k=test.jsonl")
-    return {name: _of_run(config) for name, config in configs.items()}
-
-
-def _of_run(config: RunConfig) -> RunConfig:
-    """Replace the name of a run by the path of that run's final model."""
-    assert config.model.path is not None
-    final = run_folder(config, config.model.path).root / "final"
-    return replace(config, model=replace(config.model, path=str(final))) if os.path.isdir(final) else config
+    return {name: with_final_model(config) for name, config in configs.items()}

@@ -1,8 +1,8 @@
 """Generation servers that score a run's versions (`evaluation.servers`).
 
-own engine   one embedded engine on a core, which the evaluator steps itself own servers  launched beside the run's
-servers; they load each version to be scored borrowed     one of the run's servers: it leaves the run, loads the
-version, and joins again after scoring
+- Own engine: one embedded engine on a core, which the evaluator steps itself.
+- Own servers: launched beside the run's servers. They load each version to be scored.
+- Borrowed: one of the run's servers. It leaves the run, loads the version, and joins again after scoring.
 """
 
 from __future__ import annotations

@@ -29,20 +29,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def run_command(action: Callable[[], None]) -> int:
-    """Call `action` in the main thread and return the exit status, after at most one error line on stderr.
+def run_command(action: Callable[[], int | None]) -> int:
+    """Call `action` in the main thread and return its exit status (None: 0), after at most one error line on stderr.
     SIGINT and SIGTERM raise Stopped inside `action`."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _stop)
     try:
-        action()
+        return action() or 0
     except Stopped as stopped:
         print("areal: stopped", file=sys.stderr)
         return 128 + int(stopped.args[0])
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | ModelError | StorageError | TrackingError) else 1
-    return 0
 
 
 def _stop(signum: int, _: FrameType | None) -> None:

@@ -37,6 +37,15 @@ def run_folder(config: RunConfig, run_id: str) -> RunDir:
     return RunDir(Path(config.state_dir).absolute() / "runs" / run_id)
 
 
+def with_final_model(config: RunConfig) -> RunConfig:
+    """The configuration with the final model of a run, where `model.path` is the name of a run."""
+    assert config.model.path is not None
+    final = run_folder(config, config.model.path).root / "final"
+    if not os.path.isdir(final):  # unlike Path.is_dir, it takes names that are too long for a file
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(final)))
+
+
 def tracking_uri(config: RunConfig) -> str | None:
     """Address of MLflow, or None if tracking is off. Raises ConfigError for credentials in the variable.
     The address is tracking.uri, else MLFLOW_TRACKING_URI, else a SQLite file in the state folder."""

@@ -1,10 +1,11 @@
 """Command lines and environments of a run's processes, on the head node and on remote workers.
 
-role_specs          all roles of the head node. `rendezvous` is the meeting point of the torchrun agents if several
-                    machines train; `node` is the head node's own agent. `evaluation` are the evaluator's own
-                    generation servers. `files` is the data server for other machines
-generation          generation servers, here or of a remote worker training_node       one machine's share of the ranks,
-under torchrun remote_rewards      reward workers of a remote worker, in one process
+- `role_specs`: all roles of the head node. `rendezvous` is the meeting point of the torchrun agents if several machines
+  train; `node` is the head node's own agent. `evaluation` are the evaluator's own generation servers. `files` is the
+  data server for other machines.
+- `generation`: generation servers, here or of a remote worker.
+- `training_node`: one machine's share of the ranks, under torchrun.
+- `remote_rewards`: reward workers of a remote worker, in one process.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import psutil
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.evaluation import tryout
 from areal_core.models.spec import read_spec
-from areal_core.models.tokenizer import Tokenizer
 from areal_core.planning.footprint import check_footprint, completion_bytes, server_state, training_pass, training_state
 from areal_core.run.evaluation import Result, evaluate
 from areal_core.run.folders import Log, base_model
@@ -26,10 +24,8 @@ _PROCESS = 0.4 * _GIB  # Python, torch and numba of one process
 class Report:
     """The outcome of a try."""
 
-    fed: str  # the first prompt, exactly as it is fed
-    fed_tokens: int
     figures: tryout.Tryout
-    result: Result  # its page shows all rollouts
+    result: Result  # its records hold the prompts exactly as they are fed; its page shows all rollouts
     memory: str
     problems: list[tuple[bool, str]]  # True: learning is impossible
 
@@ -41,13 +37,9 @@ def try_out(config: RunConfig, *, prompts: int, log: Log) -> Report:
     asked = load(replace(config, evaluation=sampled, tracking=replace(config.tracking, enabled=False)).to_dict())
     [result] = evaluate({"prompts": asked}, name=f"try-{secrets.token_hex(3)}", prompts=prompts, log=log)
     folder = base_model(config, log)
-    tokenizer = Tokenizer.from_folder(folder)
-    first = open_source(config, tokenizer).prompt(0)
     figures = tryout.judge(result.records)
     memory, problem = _memory(config, str(folder))
     return Report(
-        fed=tokenizer.decode(first.token_ids, special=True),
-        fed_tokens=len(first.token_ids),
         figures=figures,
         result=result,
         memory=memory,

@@ -10,18 +10,13 @@ from rich.table import Table
 from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
 from areal_core.planning.split import Split, splits_of_run
-from areal_core.run.command import run_command
 from areal_core.storage.rundir import RunDir
 from flows import cli
 from flows.compose import compose
 from flows.places import WORK
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: run(arguments))
-
-
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the splits, best first. Raises ConfigError."""
     parser = cli.parser("advise", "MY-RUN", "MY-RUN state_dir=/data/areal")
     parser.add_argument("run", help="name of a finished run")

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 from flows import cli, watch
-from flows.comparison.design import DEFAULT_ARMS, Comparison, generated_name, read_comparison, read_seeds
+from flows.comparison.design import DEFAULT_ARMS, Comparison, generated_name, read_comparison
 from flows.compose import split_experiment, swept
 
 
@@ -42,10 +42,7 @@ def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: 
     """Parameters of the flow.
     Missing settings come from the comparison `name` if it exists, else from the defaults. Raises ConfigError."""
     experiment, overrides = split_experiment(settings, "")
-    overrides, varied = swept(overrides)
-    given = [override for override in overrides if override.startswith("seed=")]
-    seeds = varied.pop("seed", None) or [override.removeprefix("seed=") for override in given[-1:]]
-    overrides = [override for override in overrides if override not in given]
+    overrides, varied, seeds = swept(overrides)
     if varied:
         raise ConfigError(
             f"{next(iter(varied))}: must be one value; to compare values, define arms with --arm 'NAME: field=value'"
@@ -59,7 +56,7 @@ def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: 
         name=name,
         experiment=experiment or start.experiment,
         arms=_arms(arm) if arm else start.arms,
-        seeds=read_seeds(seeds) if seeds else start.seeds,
+        seeds=seeds or start.seeds,
         overrides=overrides or start.overrides,
     )
     (chosen.continuing(known) if known else chosen).trials()  # raises ConfigError for any invalid setting

@@ -22,7 +22,6 @@ from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.models.spec import check_folder
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run.command import run_command
 from areal_core.run.folders import model_folder
 from flows import cli, stack
 from flows.compose import EVALUATION, compose, quoted
@@ -121,11 +120,7 @@ def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield f"prompt, task.chat.enabled={str(enabled).lower()}", f"{len(prompt.token_ids)} tokens\n{fed}"
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: _run(arguments))
-
-
-def _run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = cli.parser("doctor", "", "--model models/Qwen2.5-0.5B task=gsm8k")
     parser.add_argument("--model", help="model folder, GGUF file or run to describe instead of the machine")
     cli.add_settings(parser, " of the shown prompt")

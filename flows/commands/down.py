@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_core.errors import ConfigError
-from areal_core.run.command import run_command
 from flows import cli, stack
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: _down(arguments))
-
-
-def _down(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     cli.parser("down", "").parse_args(arguments)
     there = stack.running()
     if there is None:

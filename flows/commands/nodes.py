@@ -18,7 +18,6 @@ import yaml
 from rich.console import Console
 
 from areal_core.errors import ConfigError, ProvisionError, one_line
-from areal_core.run.command import run_command
 from flows import cli
 from flows.places import STATE
 from flows.provision.leased import LeasedNodes, cloud_of
@@ -26,11 +25,7 @@ from flows.provision.nodes import Host, Nodes
 from flows.provision.terraform import Plan
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: run(arguments))
-
-
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Plan, create, list or destroy nodes.
     Raises ConfigError, and ProvisionError on failure or without confirmation."""
     parser = cli.parser("nodes", "plan nodes.yaml", "apply nodes.yaml --yes", "destroy nodes.yaml")

@@ -8,7 +8,6 @@ from areal_core.errors import ConfigError
 from areal_core.models.spec import read_spec
 from areal_core.planning.footprint import check_footprint, footprint
 from areal_core.planning.time_model import SPECS
-from areal_core.run.command import run_command
 from areal_core.run.preflight import device_memory
 from flows import cli
 from flows.compose import compose, split_experiment
@@ -24,11 +23,7 @@ PLANNED = {  # experiment -> its largest intended model
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: run(arguments))
-
-
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the estimate. Raises ConfigError, also if the experiment does not fit."""
     parser = cli.parser("plan", "experiment=gpu-shared launch.device_memory_gib=80", "experiment=paper-7b-math")
     parser.add_argument("--model", help=f"folder with a config.json, or one of {', '.join(SPECS)}")

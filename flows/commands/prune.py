@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.run.command import Parser, run_command
+from areal_core.run.command import Parser
 from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows import cli
 from flows.compose import compose
@@ -26,11 +26,7 @@ from flows.compose import compose
 _WIDTH = 160  # columns, without a terminal
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: run(arguments))
-
-
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Show the runs, ask, and delete.
     Raises ConfigError, and ProcessError if a deletion failed or was not confirmed."""
     options = _parser().parse_intermixed_args(arguments)

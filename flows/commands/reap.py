@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_core.errors import ProvisionError
-from areal_core.run.command import run_command
 from flows import cli
 from flows.places import STATE
 from flows.provision.reaper import reaper_of
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: reap(arguments))
-
-
-def reap(arguments: Sequence[str] = (), state: Path = STATE) -> None:
+def main(arguments: Sequence[str], state: Path = STATE) -> None:
     """Destroy nodes whose lease is over.
     Raises ConfigError, and ProvisionError if some could not be destroyed."""
     parser = cli.parser("reap", "", "--store s3://bucket")

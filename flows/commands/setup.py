@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 from areal_core.errors import ConfigError, ProcessError
-from areal_core.run.command import run_command
 from flows import cli
 from flows.places import FILES, WORK
 
@@ -26,16 +25,13 @@ VLLM = WORK / ".venv-vllm"
 SMOLLM2 = WORK / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     parser = cli.parser("setup", "", "vllm", "smollm2 reasoning")
     shown = "; ".join(f"{name}: {what}" for name, (what, *_) in PARTS.items())
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"{shown}; without a part: list installed and missing parts"
     )
-    return run_command(lambda: _set_up(parser.parse_args(arguments).parts))
-
-
-def _set_up(parts: Sequence[str]) -> None:
+    parts = parser.parse_args(arguments).parts
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"PART: must be one of {', '.join(PARTS)}, got {unknown[0]!r}")
     for name, (what, there, install) in PARTS.items():

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from areal_core.run.command import run_command
 from flows import cli, watch
 from flows.commands import advise
 from flows.comparison.design import Comparison, generated_name, sweep_arms
@@ -32,39 +31,35 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", help="name of the sweep; the name of an existing one resumes it")
     cli.add_settings(parser, "; experiment= is the name of a file of conf/experiment, or a path")
 
+    options = parser.parse_intermixed_args(arguments)
+    experiment, overrides = split_experiment(options.settings)
+    if options.cfg:
+        print(yaml.safe_dump(compose(experiment, overrides).to_dict(), sort_keys=False), end="")
+        return 0
+
     def chosen() -> dict[str, Any]:
-        options = parser.parse_intermixed_args(arguments)
-        experiment, overrides = split_experiment(options.settings)
+        its = overrides
         if options.split is not None:
             split = advise.best(options.split, compose(experiment, overrides))
             print(f"Split of devices from run {options.split}: {split.servers} servers, {split.ranks} ranks.")
-            overrides += split.overrides
+            its = [*overrides, *split.overrides]
         if options.multirun:
-            return _sweep(experiment, overrides, options.name)
-        compose(experiment, overrides)
-        return {"experiment": experiment, "overrides": overrides}
+            return _sweep(experiment, its, options.name)
+        compose(experiment, its)
+        return {"experiment": experiment, "overrides": its}
 
-    if "--cfg" in arguments:
-        return run_command(lambda: _show(parser.parse_intermixed_args(arguments).settings))
-    if {"-m", "--multirun"} & {*arguments}:
+    if options.multirun:
         return watch.run_command("compare", "areal-compare/compare", chosen)
     return watch.run_command("train", "areal/train", chosen)
 
 
-def _show(settings: Sequence[str]) -> None:
-    config = compose(*split_experiment(settings))
-    print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
-
-
 def _sweep(experiment: str, overrides: Sequence[str], name: str | None) -> dict[str, Any]:
-    common, varied = swept(overrides)
-    seeds, arms = sweep_arms(varied, compose(experiment, common).seed)
-    common = [override for override in common if not override.startswith("seed=")]
+    common, varied, seeds = swept(overrides)
     asked = Comparison(
         name=name or generated_name(experiment, secrets.token_hex(6)),
         experiment=experiment,
-        arms=arms,
-        seeds=seeds,
+        arms=sweep_arms(varied),
+        seeds=seeds or [compose(experiment, common).seed],
         overrides=common,
         matched=False,
     )

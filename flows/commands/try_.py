@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_core.errors import ProcessError, printable_lines
-from areal_core.run.command import run_command
+from areal_core.errors import ConfigError, ProcessError, printable_lines
 from areal_core.run.tryout import try_out
 from flows import cli
 from flows.compose import compose, split_experiment
@@ -13,18 +12,17 @@ from flows.compose import compose, split_experiment
 _SHOWN = 3  # rollouts
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: _run(arguments))
-
-
-def _run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = cli.parser("try", "", "experiment=smollm2 task.max_new_tokens=48", "experiment=own.yaml --prompts 32")
     parser.add_argument("--prompts", type=int, default=16, help="training prompts to sample; default: 16")
     cli.add_settings(parser, " of the run")
     options = parser.parse_intermixed_args(arguments)
+    if options.prompts < 1:
+        raise ConfigError(f"--prompts: must be at least 1, got {options.prompts}")
     report = try_out(compose(*split_experiment(options.settings)), prompts=options.prompts, log=print)
-    print(f"\nThe first prompt, {report.fed_tokens} tokens, as it is fed:\n{_indented(report.fed)}")
-    for number, sample in enumerate(report.result.records[0].samples[:_SHOWN], 1):
+    first = report.result.records[0]
+    print(f"\nThe first prompt, as it is fed:\n{_indented(first.prompt)}")
+    for number, sample in enumerate(first.samples[:_SHOWN], 1):
         reward = "no result" if sample.score is None else f"reward {sample.score:g}"
         print(f"\nRollout {number} ({sample.outcome}, {reward}, {sample.tokens} tokens):\n{_indented(sample.text)}")
     print()

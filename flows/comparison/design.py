@@ -96,23 +96,14 @@ def generated_name(experiment: str, unique: str) -> str:
     return f"{plain}-{unique}"
 
 
-def read_seeds(words: Sequence[str]) -> list[int]:
-    """Seeds from words of the command line. Raises ConfigError."""
-    if wrong := [word for word in words if not word.isdecimal()]:
-        raise ConfigError(f"seed: must be whole numbers, as in seed=1,2,3, got {wrong[0]!r}")
-    return [int(word) for word in words]
-
-
-def sweep_arms(varied: Mapping[str, Sequence[str]], seed: int) -> tuple[list[int], dict[str, list[str]]]:
-    """Seeds and arms of a sweep: every combination of the values of each field.
-    `seed` is used if the sweep varies no seed. Raises ConfigError."""
-    others = {field: values for field, values in varied.items() if field != "seed"}
+def sweep_arms(varied: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Arms of a sweep: every combination of the values of each field."""
     arms: dict[str, list[str]] = {}
-    for values in itertools.product(*others.values()):
+    for values in itertools.product(*varied.values()):
         name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(values)).strip("-")[: _MAX_NAME - 4].strip("-") or "run"
         name = name if name not in arms else f"{name}-{len(arms) + 1}"
-        arms[name] = [f"{field}={value}" for field, value in zip(others, values, strict=True)]
-    return read_seeds(varied["seed"]) if "seed" in varied else [seed], arms
+        arms[name] = [f"{field}={value}" for field, value in zip(varied, values, strict=True)]
+    return arms
 
 
 def check_matched(configs: Mapping[str, RunConfig]) -> None:

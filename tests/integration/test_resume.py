@@ -182,7 +182,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
 
     def prune(*options: str) -> tuple[int, str, str]:
-        status = run_command(lambda: prune_command.run([*options, *given]))
+        status = run_command(lambda: prune_command.main([*options, *given]))
         told = capsys.readouterr()
         return status, told.out, told.err
 

@@ -18,7 +18,7 @@ def test_a_verifier_that_accepts_everything_is_named(tmp_path: Path) -> None:
     )
     report = try_out(config, prompts=2, log=print)
     assert report.result.page.exists()
-    assert report.fed_tokens > 0
+    assert report.result.records[0].prompt
     assert (report.figures.groups, report.figures.rollouts) == (2, 2 * config.algorithm.group_size)
     [(hopeless, problem)] = report.problems
     assert hopeless

@@ -84,7 +84,7 @@ def test_every_experiment_for_gpus_is_planned_and_fits_an_h800() -> None:
 def test_command_prints_a_plan_or_refuses(
     arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan.main([*arguments, "launch.device_memory_gib=80"]) == status
+    assert cli.main(["plan", *arguments, "launch.device_memory_gib=80"]) == status
     told = capsys.readouterr()
     assert said in (told.err if status else told.out)
 
@@ -95,7 +95,7 @@ def test_splits_are_shown_the_best_first_and_a_run_starts_with_it_if_that_is_ask
     """After what else is set, so that it holds."""
     recorded_run(tmp_path / ".areal", 2, 6)
     monkeypatch.setattr(advise, "WORK", tmp_path)
-    advise.run(["first"])
+    advise.main(["first"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "generation.servers=" in line]
     assert len(rows) == 7
     assert [cell for cell in rows[0] if cell != "│"] == ["4", "4", "1.60", "generation.servers=4", "training.ranks=4"]
@@ -153,7 +153,7 @@ def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_what_runs_hold_is_shown(did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert prune.main([]) == 0
+    assert cli.main(["prune"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", "\n".join(lines)) == _TABLE
     assert did == []
@@ -178,7 +178,7 @@ def test_what_was_chosen_is_deleted(
     line: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert prune.main([*chosen, "--yes"]) == status
+    assert cli.main(["prune", *chosen, "--yes"]) == status
     assert did == deleted
     told = capsys.readouterr()
     assert told.err == (f"areal: error: {line}\n" if line else "")
@@ -191,7 +191,7 @@ def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatc
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     for answer, status, deleted in (("y", 1, []), ("yes", 0, [("delete", "old")])):
         monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
-        assert prune.main(["--run", "old"]) == status
+        assert cli.main(["prune", "--run", "old"]) == status
         assert did == deleted
 
 

@@ -19,6 +19,7 @@ import pytest
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
+from flows import cli
 from flows.commands import nodes as nodes_command
 from flows.commands import reap as reap_command
 from flows.provision import leased, reaper
@@ -324,7 +325,7 @@ def run_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     monkeypatch.setattr(nodes_command, "LeasedNodes", leased_nodes)
 
     def run(action: str, *options: str) -> int:
-        return nodes_command.main([action, str(file), *options])
+        return cli.main(["nodes", action, str(file), *options])
 
     return run
 
@@ -359,7 +360,7 @@ def test_nodes_by_hand_live_until_they_expire(
 def test_reaping_by_hand(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reap_command.reap(state=tmp_path)
+    reap_command.main([], tmp_path)
     assert capsys.readouterr().out == (
         "Nothing to destroy: no store of leases is known. Run `make control` here, or give --store.\n"
     )
@@ -367,9 +368,9 @@ def test_reaping_by_hand(
     monkeypatch.setattr(reaper, "cloud_of", lambda foundation: Cloud(world, "r"))
     monkeypatch.setattr(reaper, "Leases", lambda storage: world.leases("r"))
     named = ["--store", str(tmp_path / "store")]
-    reap_command.reap(named, tmp_path)
+    reap_command.main(named, tmp_path)
     assert f"run {RUN}: deleted {ALL}" in capsys.readouterr().out
-    reap_command.reap(named, tmp_path)
+    reap_command.main(named, tmp_path)
     assert capsys.readouterr().out == "Nothing to destroy.\n"
 
 
