@@ -52,7 +52,7 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a mod
 	  $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)')
 
 test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
-	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained and not end_to_end and not nightly' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained and not slow and not nightly' $(ARGS)
 
 test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## also run tests of failures, hostile programs, vLLM on a CPU and several machines (as root): ARGS=
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos and not nightly' -rs $(ARGS)

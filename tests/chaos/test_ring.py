@@ -13,7 +13,7 @@ import pytest
 from areal_core.controller.core.ledger import TrajectoryLedger
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = pytest.mark.chaos
 
 
 def test_an_evaluator_that_dies_when_all_wait_for_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.runs import Launched
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = pytest.mark.chaos
 
 
 def until_it_decodes(run: Launched, index: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.stack import ENDLESS, Train
 from tests.support.control import processes_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = pytest.mark.chaos
 
 _STEPS = 60  # some seconds
 

@@ -11,7 +11,7 @@ from flows.provision.nodes import Nodes
 from flows.provision.terraform import Change, Plan
 from tests.support.cloud import BUCKET, RUN, SECRET, STATE, Cloud, tags_of
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow]
+pytestmark = pytest.mark.cloud
 
 
 def address(name: str) -> str:

@@ -23,7 +23,7 @@ from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Clo
 from tests.support.processes import wait_for
 from tests.support.terraform import Root
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow]
+pytestmark = pytest.mark.cloud
 
 
 @pytest.fixture(autouse=True)

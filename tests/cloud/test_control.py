@@ -23,7 +23,6 @@ from tests.support.terraform import CREDENTIALS, REGION
 
 pytestmark = [
     pytest.mark.cloud,
-    pytest.mark.slow,
     pytest.mark.skipif(
         not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")), reason="needs Postgres: apt install postgresql"
     ),

@@ -20,7 +20,7 @@ from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET, MLFLOW_SECRET, SECRET, tags_of
 from tests.support.plane import SECRETS, Plane
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.cloud, pytest.mark.nightly]
 
 _MANY = 100_000
 _LEARNS = (

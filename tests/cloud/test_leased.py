@@ -19,7 +19,7 @@ from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
 from tests.support.terraform import Root, control_state, terraform_on
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.cloud, pytest.mark.nightly]
 
 RUN = "leased-0123456789ab"
 STATE = f"terraform/runs/{RUN}.tfstate"

@@ -16,7 +16,7 @@ from tests.support.terraform import Root
 
 CHECKOV = FILES / ".venv-checkov" / "bin" / "checkov"
 # The last file of the folder: what its tests share ends here.
-pytestmark = [pytest.mark.cloud, pytest.mark.slow]
+pytestmark = pytest.mark.cloud
 
 
 def test_all_files_are_formatted() -> None:

@@ -25,7 +25,6 @@ _STRUCK = (  # one of each kind of process, on both sides of what matters most t
 )
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_run_survives_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
     points = [point for point in POINTS if point.name in _STRUCK]
@@ -35,7 +34,6 @@ def test_run_survives_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
     assert struck.faults.total() >= len(_STRUCK) + len(processes.KINDS)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_killed_processes_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> None:
     struck, same = processes.repeat(tmp_path, 3, 4, steps=16)
@@ -44,7 +42,6 @@ def test_killed_processes_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> 
     assert same
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 @pytest.mark.nightly
 def test_run_survives_losses_of_power(tmp_path: Path) -> None:
@@ -53,7 +50,6 @@ def test_run_survives_losses_of_power(tmp_path: Path) -> None:
     assert found.faults.total() == 2
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_run_survives_lost_late_and_repeated_messages(tmp_path: Path) -> None:
     found = outside.lose_messages(tmp_path / "run", 1, steps=20)

@@ -15,7 +15,7 @@ from tests.faults.checker import Findings, check
 from tests.faults.history import History
 from tests.support.runs import Launched, learning
 
-pytestmark = [pytest.mark.slow, pytest.mark.recovery]
+pytestmark = pytest.mark.recovery
 STEPS = 4
 CONSUMED = "FROM groups WHERE state = 'consumed'"
 OTHER = "UPDATE versions SET digest = 'other' WHERE version"

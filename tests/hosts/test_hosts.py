@@ -30,7 +30,7 @@ from tests.support.namespaces import missing
 from tests.support.needs import skip_without
 from tests.support.runs import TINY
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow]
+pytestmark = pytest.mark.hosts
 
 OUTAGE_S = 600.0
 LONG = {"training": {"steps": 60}}  # the last cut must come before the end; torchrun's agents need a second to notice

@@ -28,7 +28,7 @@ from areal_core.run.remote.files import Files
 from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 ROLES = ("controller", "files", "generation", "publisher", "rewards", "stager", "trainer")
 ENDS = ("/finish", "/stop")  # routes of the controller that end the run

@@ -89,6 +89,7 @@ def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_a_tracking_server_that_does_not_answer(refused: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

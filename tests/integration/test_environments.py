@@ -21,7 +21,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupSummary, Prompt, Rollout, RunSummary
 from tests.support.runs import learning, merged
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 _STEP = re.compile(r"\d[-+*]\d=(\d);$")

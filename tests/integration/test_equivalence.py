@@ -12,7 +12,7 @@ from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
 from tests.support.runs import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 STEPS = 3
 GROUP = 4
 

@@ -24,8 +24,6 @@ from tests.support.models import write_tiny
 from tests.support.processes import wait_for
 from tests.support.runs import Launched, tiny
 
-pytestmark = pytest.mark.slow
-
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -103,7 +101,7 @@ def evaluations(run: RunDir, config: RunConfig) -> list[Evaluation]:
         return ledger.notes.evaluations()
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_every_version_has_its_scores_a_table_and_a_page(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,

@@ -25,7 +25,7 @@ from tests.support.processes import TIMEOUT_S, free_port, kill_all, marked
 from tests.support.runs import Launched, learning, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
-pytestmark = [pytest.mark.slow, pytest.mark.recovery]
+pytestmark = pytest.mark.recovery
 
 LAUNCH: dict[str, Any] = {"devices": 4, "stop_timeout_s": 10.0}
 

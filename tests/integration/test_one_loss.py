@@ -23,8 +23,6 @@ from tests.support.engines import CASES, run, trained
 from tests.support.lora import LORA, adapter, by_peft, form
 from tests.support.training import QWEN3, SPEC, batch, numbers, weights
 
-pytestmark = [pytest.mark.slow]
-
 PATIENCE_S = 240.0
 
 
@@ -42,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(2)]
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_takes_the_same_steps(ranks: list[Any], case: str) -> None:
     """As one rank of the torch engine does, with all sequences of a minibatch at once."""
@@ -64,7 +62,7 @@ def test_every_engine_takes_the_same_steps(ranks: list[Any], case: str) -> None:
         assert (weights[name].view(np.uint32) & 0xFFFF).any(), name  # in float32, so that small updates are kept
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_divergence_raises_on_every_rank_and_changes_nothing(ranks: list[Any]) -> None:
     for _, errors in ranks:
         for error, changed in errors.values():
@@ -113,14 +111,7 @@ def by_transformers_with_peft(base_model: Path, folder: Path, tokens: np.ndarray
     return logits.log_softmax(-1)[np.arange(len(logits)), tokens[prompt:]].numpy()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "torch",
-        "torch by transformers",
-        "zero 3",
-    ],
-)
+@pytest.mark.parametrize("kind", ["torch", "torch by transformers", pytest.param("zero 3", marks=pytest.mark.slow)])
 def test_trainers_and_peft_give_the_same_log_probabilities(
     kind: str, spec: ModelSpec, base_model: Path, adapter_version: PolicyVersion
 ) -> None:

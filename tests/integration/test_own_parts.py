@@ -28,13 +28,11 @@ from tests.support.runs import tiny
 from tests.support.trajectories import completions, logprobs_of
 from tests.support.transformers_models import write_transformers_model
 
-pytestmark = pytest.mark.slow
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 STEPS = 2
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
@@ -80,7 +78,7 @@ def _talking_model(folder: Path) -> Path:
 TURN_STEPS = 3
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,
@@ -119,7 +117,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     assert any(value != 0 for (value,) in losses), "no trajectory had an advantage: nothing was trained on"
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_mixture_of_three_environments_trains_and_has_curves_by_task(tmp_path: Path) -> None:
     limits = {"held_out": 8, "max_operations": 2, "max_new_tokens": 24}
     environments = {"once": "single_turn", "twice": "two_turn", "tools": "calculator"}

@@ -30,8 +30,6 @@ from tests.support.models import put_base_model
 from tests.support.processes import TIMEOUT_S
 from tests.support.runs import Launched, tiny
 
-pytestmark = [pytest.mark.slow]
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
@@ -174,7 +172,7 @@ def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: Run
     assert _newest(config) == 8
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,7 +296,7 @@ def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("first_call", 3, "KeyError: 'anwser'"),
         pytest.param(
             *("completions", None, "ValueError: a verifier must return a score from 0 to 1, or a Verdict, got 2.0"),
-            marks=pytest.mark.end_to_end,
+            marks=pytest.mark.slow,
         ),
     ],
 )

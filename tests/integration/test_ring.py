@@ -25,8 +25,6 @@ from tests.support.generation import by_transformers, request
 from tests.support.runs import Launched, merged, tiny
 from tests.support.trajectories import ServerView
 
-pytestmark = [pytest.mark.slow]
-
 
 def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
     base: dict[str, dict[str, Any]] = {
@@ -149,7 +147,6 @@ STEPS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.end_to_end
 def test_emulated_run_balances_its_tokens_and_names_what_it_emulates(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,

@@ -20,8 +20,6 @@ from tests.support import forked
 from tests.support.processes import wait_for
 from tests.support.ranks import summing
 
-pytestmark = pytest.mark.slow
-
 PATIENCE_S = 120.0
 # One of two agents; its one rank runs the given code.
 AGENT = f"""

@@ -20,7 +20,7 @@ from areal_core.types import MetricRow
 from flows.stack import responds
 from tests.support.processes import Daemon, free_port, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 
 class Server(Daemon):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from areal_core.run.tryout import try_out
 from tests.support.runs import tiny
-
-pytestmark = [pytest.mark.slow]
 
 
 def test_a_verifier_that_accepts_everything_is_named(tmp_path: Path) -> None:

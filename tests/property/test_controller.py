@@ -261,7 +261,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
         assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**40), lives=st.lists(st.floats(0.01, 20.0), min_size=1, max_size=4))
 def test_killed_and_resumed_mixture_has_the_prompts_of_an_undisturbed_run(seed, lives):
     ratios = {"a": 1, "b": 2, "c": 3}
@@ -466,7 +466,7 @@ def test_seeds_have_63_bits_and_are_the_same_wherever_a_run_goes_on():
     assert len({seed % 2 for seed in seeds}) == 2
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     eta=st.integers(0, 5),
@@ -508,7 +508,9 @@ def test_any_timing_keeps_the_bound_and_the_ledgers(seed, eta, policy, failing, 
             assert ledger.tokens().dropped >= of_uniform
 
 
-@pytest.mark.parametrize(("steps", "interrupts", "fail"), [(100, False, 0.0), (1000, True, 0.1)])
+@pytest.mark.parametrize(
+    ("steps", "interrupts", "fail"), [(100, False, 0.0), pytest.param(1000, True, 0.1, marks=pytest.mark.slow)]
+)
 def test_a_thousand_steps_under_a_virtual_clock(steps, interrupts, fail):
     config, rng, engine, ledger, controller = build(7, steps=steps, eta=2, interrupts=interrupts, generation=fail)
     manifests = run_virtual(train(controller, rng, steps))

@@ -120,7 +120,9 @@ OTHERS: dict[str, dict[str, int | bool]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other", [pytest.param(name, marks=[] if name == "commits twice" else pytest.mark.slow) for name in OTHERS]
+)
 @pytest.mark.parametrize("first", ["trains", "frees"])
 @pytest.mark.parametrize("keep", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_launcher_stopped_before_any_call_deletes_nothing_in_force(

@@ -208,7 +208,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=300, deadline=None)

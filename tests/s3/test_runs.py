@@ -13,7 +13,7 @@ from areal_core.storage.objects import Storage
 from tests.support.radosgw import RadosGateway
 from tests.support.runs import Launched, checked_summary, tiny
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.s3
 AWAY_S = 15.0  # beyond the moment when the run is seen to wait
 
 

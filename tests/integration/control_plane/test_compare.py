@@ -18,7 +18,7 @@ from tests.support.control import emulated, run_python, tiny
 from tests.support.models import write_tiny
 from tests.support.stack import Up
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 DEPLOYMENT = "areal-compare/compare"
 _ARMS = ("--arm", "sync: mode=sync", "--arm", "async-1: mode=async rollout.max_staleness=1")

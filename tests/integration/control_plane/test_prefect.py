@@ -25,7 +25,7 @@ from flows.worker import make_schedules
 from tests.support.control import emulated, environment, processes_of, run_python
 from tests.support.stack import Up, brought_up
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 DEPLOYMENT = "areal/train"
 

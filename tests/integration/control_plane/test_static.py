@@ -17,7 +17,7 @@ from flows.places import FILES
 from tests.support.control import emulated, environment
 from tests.support.stack import Up
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 _NODES = ("provision.generation.count=1", "provision.trainer.count=1", f"provision.software={FILES}")
 

@@ -14,7 +14,7 @@ import pytest
 from flows.places import FILES
 from tests.support.control import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

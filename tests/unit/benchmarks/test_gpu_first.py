@@ -16,6 +16,7 @@ from benchmarks import _gpu_parts
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The first by the command; the others in this process, which has torch already."""
     monkeypatch.setenv("AREAL_REVISION", "abc")

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import balance, controller, depth, publish
 
+pytestmark = pytest.mark.slow
+
 
 def test_slots_stay_in_use_and_no_reward_waits_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "SERVERS", 2)

@@ -142,6 +142,7 @@ def longest(act: Callable[[str], object], make: Callable[[int], str], size: int,
     return cpu_s(act, make(LONGER * size), times) / max(short, 1e-5)  # less is the clock's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [reading, last_block, conclusion, lambda text: exact_match(task("1"), text)])
 def test_completions_are_read_in_linear_time(act: Callable[[str], object]) -> None:
     for atom in ATOMS:

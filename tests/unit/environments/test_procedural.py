@@ -165,6 +165,7 @@ def test_answers_without_meaning_earn_nothing_and_formulas_what_they_are_worth(d
     assert gold is None or dataset not in WITHOUT_ANSWER
 
 
+@pytest.mark.slow
 def test_entries_are_the_same_in_every_process():
     """Of data sets that order sets by hash, or draw from the module `random` (list_functions, entry 27)."""
     sets = ["isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "word_ladder"]
@@ -258,6 +259,7 @@ def check(attacked: Attacked, dataset: str, entry: dict[str, Any]) -> tuple[int,
     return contained, attacked.judged(task, str(entry["answer"])) == before
 
 
+@pytest.mark.slow
 def test_reasoning_gym_makes_every_data_set_but_one(entries: dict[str, dict[str, Any]]) -> None:
     assert {name for name, entry in entries.items() if "why" in entry} == NOT_MADE
 

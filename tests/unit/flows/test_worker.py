@@ -10,6 +10,7 @@ import sys
 from uuid import UUID, uuid4
 
 import anyio
+import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
@@ -51,6 +52,7 @@ def test_a_retry_that_comes_before_the_end_of_the_earlier_process_waits_for_it_a
         asyncio.run(tried())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_named_and_does_not_listen_is_reported_by_its_variable() -> None:
     environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "DO_NOT_TRACK": "1"}
     ran = subprocess.run(
