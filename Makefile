@@ -11,6 +11,7 @@ TRL_SETUP := .venv-trl/.complete
 MUTANTS_SETUP := .venv-mutants/.complete
 CHECKOV_SETUP := .venv-checkov/.complete
 DOCS_SETUP := $(VENV)/.docs
+NOTEBOOKS_SETUP := $(VENV)/.notebooks
 VLLM_SETUP := .venv-vllm/.plugin
 # Compile no bytecode during installation, which takes half of the time. Python compiles modules at their first import.
 INSTALL := install -qq --no-compile
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Extra package index for torch. PyTorch publishes an index of CPU builds.
 export TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint docs extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly gpu chaos mutants lint docs notebooks extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -54,7 +55,7 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a mod
 test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
 	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained and not slow and not nightly' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## also run tests of failures, hostile programs, vLLM on a CPU and several machines (as root): ARGS=
+test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) $(NOTEBOOKS_SETUP) extras ## also run tests of failures, hostile programs, notebooks, vLLM on a CPU and several machines (as root): ARGS=
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos and not nightly' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## test against the vLLM server on a CPU: ARGS=
@@ -92,6 +93,8 @@ lint: $(SETUP) ## check format, style, types and import layers
 
 docs: $(DOCS_SETUP) ## build the documentation's site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(NOTEBOOKS_SETUP) ## install a Jupyter kernel into .venv, for docs/notebooks
 
 up: $(SETUP) ## start Prefect and MLflow and leave them running: PREFECT_PORT= MLFLOW_PORT=
 	@$(AREAL) up
@@ -183,6 +186,10 @@ $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
 
 $(DOCS_SETUP): pyproject.toml requirements/constraints.txt | $(SETUP)
 	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[docs]'
+	@touch $@
+
+$(NOTEBOOKS_SETUP): pyproject.toml requirements/constraints.txt | $(SETUP)
+	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[notebooks]'
 	@touch $@
 
 $(SMOLLM2): | $(SETUP)

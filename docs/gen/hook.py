@@ -1,10 +1,11 @@
-"""MkDocs hook: generate the reference of fields from the schema, and that of commands from their --help."""
+"""MkDocs hook: make pages of the schema, of the commands' --help and of the notebooks."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -45,10 +46,11 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace links to files outside of docs/ by their paths."""
+    """Replace links to files outside of docs/ by their paths, and links to notebooks by links to their pages."""
 
     up = "../" * (page.file.src_uri.count("/") + 1)
-    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
+    markdown = re.sub(rf"\[([^\]]+)\]\({re.escape(up)}([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
+    return re.sub(r"(\]\([\w/.-]+)\.ipynb\)", r"\1.md)", markdown)
 
 
 def anchor(heading: str) -> str:
@@ -70,7 +72,15 @@ def command_line() -> str:
     return "\n".join(["# Command line", *(f"\n## {call}\n\n```\n{_help(words)}```" for call, words in calls.items())])
 
 
+def notebook(file: Path) -> str:
+    """A notebook's cells as Markdown."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(file.read_text())["cells"]]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 PAGES = {"reference/configuration.md": configuration, "reference/command-line.md": command_line}
+PAGES |= {f"notebooks/{file.stem}.md": functools.partial(notebook, file) for file in NOTEBOOKS}
 
 
 def _help(words: list[str]) -> str:

@@ -13,7 +13,7 @@ _SHOWN = 3  # rollouts
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = cli.parser("try", "", "experiment=smollm2 task.max_new_tokens=48", "experiment=own.yaml --prompts 32")
+    parser = cli.parser("try", "", "experiment=smollm2 task.max_new_tokens=24", "experiment=own.yaml --prompts 32")
     parser.add_argument("--prompts", type=int, default=16, help="training prompts to sample; default: 16")
     cli.add_settings(parser, " of the run")
     options = parser.parse_intermixed_args(arguments)

@@ -34,7 +34,7 @@ def anchors(page: Path) -> set[str]:
     return {hook.anchor(heading) for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *hook.NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     broken = []
     for target in LINK.findall(FENCED.sub("", page.read_text())):
@@ -117,6 +117,15 @@ def test_files_of_the_first_pages_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert modules["mine/tutor.py"]["first_step"]("7*8-3=") == "7*8=6;"
     for name, environment in (("tutor", "Tutor"), ("again", "Again")):
         assert issubclass(modules[f"mine/{name}.py"][environment], Environment)
+
+
+@pytest.mark.parametrize("file", hook.NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_are_committed_without_outputs(file: Path) -> None:
+    notebook = json.loads(file.read_text())
+    assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
+    for cell in notebook["cells"]:
+        assert cell["metadata"] == {}
+        assert (cell.get("outputs", []), cell.get("execution_count")) == ([], None)
 
 
 def python_examples(page: Path) -> list[str]:
