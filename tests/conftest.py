@@ -15,9 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Property tests try the same examples at every run; HYPOTHESIS_PROFILE=explore tries others, and `mutants` looks for no
 # simpler example than the first that fails.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("explore", derandomize=False)
-settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
+# No example has a time limit: machines differ.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
+settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _FIRST = ("integration", "conformance", "hosts", "cloud", "chaos")  # folders of processes, which take longest

@@ -52,9 +52,7 @@ BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS
 PLACES = st.sampled_from(("0", "1", "-1", "999999", "x", "%00", "..%2F..", "1e9")) | st.text(
     "0123456789abc.-_", min_size=1
 )
-FUZZED = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
+FUZZED = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 
 
 @pytest.fixture(scope="module")

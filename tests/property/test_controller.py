@@ -261,7 +261,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
         assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**40), lives=st.lists(st.floats(0.01, 20.0), min_size=1, max_size=4))
 def test_killed_and_resumed_mixture_has_the_prompts_of_an_undisturbed_run(seed, lives):
     ratios = {"a": 1, "b": 2, "c": 3}
@@ -466,7 +466,7 @@ def test_seeds_have_63_bits_and_are_the_same_wherever_a_run_goes_on():
     assert len({seed % 2 for seed in seeds}) == 2
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     eta=st.integers(0, 5),

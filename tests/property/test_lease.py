@@ -23,7 +23,7 @@ from tests.support.turns import Turns, TurnStorage
 TTL_S = 30.0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), launchers=st.integers(2, 4))
 def test_of_launchers_that_live_one_has_the_run_at_a_time(seed: int, launchers: int) -> None:
     """Some end in order, some die with the lease in hand, some fall silent for longer than it lasts and come back."""
@@ -185,7 +185,7 @@ class UnsureStorage(TurnStorage):
         return unsure
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), owners=st.integers(1, 3), reapers=st.integers(1, 2))
 def test_whoever_may_change_nodes_is_alone(seed: int, owners: int, reapers: int) -> None:
     rng = random.Random(seed)

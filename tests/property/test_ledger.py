@@ -208,10 +208,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     step=st.integers(2, 4),
     eta=st.integers(0, 3),

@@ -297,7 +297,7 @@ class Play:
         assert self.pool.registry.lost == ()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
 def test_versions_are_true_and_nothing_waits_or_stays_whatever_becomes_of_the_servers(seed: int) -> None:
     async def play() -> None:

@@ -131,7 +131,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
 # -- partitions ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     objective=st.sampled_from(list(OBJECTIVES)),
     mean=st.sampled_from(MEANS),

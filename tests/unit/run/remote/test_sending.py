@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_core.api.head import AwayError
@@ -136,7 +136,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_whatever_happens_everything_is_there_once(steps: list[tuple[str, int]]) -> None:
     """As long as a log that is rotated has not grown again by the next look that is answered."""
