@@ -37,7 +37,7 @@ AREAL := $(BIN)/areal
 # Setting `field=value` of `areal` if the variable has a value, else nothing.
 set = $(if $(2),'$(1)=$(2)')
 
-train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(if $(filter smollm2-small,$(EXPERIMENT)),,$(TASKS_SETUP))) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(AREAL) train $(ARGS) $(call set,experiment,$(EXPERIMENT)) $(call set,mode,$(MODE)) $(call set,seed,$(SEED)) \
 	  $(call set,training.steps,$(STEPS)) $(call set,stop.score,$(SCORE)) $(call set,stop.minutes,$(MINUTES)) \
 	  $(if $(SPLIT),--split '$(SPLIT)')
