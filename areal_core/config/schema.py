@@ -222,9 +222,8 @@ class RunConfig:
     @property
     def remote_roles(self) -> frozenset[str]:
         """Roles that remote workers run."""
-        return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
-            self.launch.remote_roles, frozenset((self.launch.remote_roles,))
-        )
+        roles = {"none": (), "both": ("generation", "trainer")}
+        return frozenset(roles.get(self.launch.remote_roles, (self.launch.remote_roles,)))
 
     @property
     def admits_machines(self) -> bool:
