@@ -232,18 +232,8 @@ class EmulatedRun:
         self._outbox = Outbox(run.outbox, "r")
         self._recorder = Recorder(self.config, self.ledger, self._outbox)
         self._recorder.start_clock()
-        self._retention = Retention(
-            self.config,
-            self._number,
-            ledger=self.ledger,
-            recorder=self._recorder,
-            schedule=EvaluationSchedule(self.config, self.ledger, self._recorder),
-            storage=self._storage,
-            payloads=self._payloads,
-            snapshots=self._snapshots,
-            pages=run.evaluations,
-            loading=list,
-        )
+        schedule = EvaluationSchedule(self.config, self.ledger, self._recorder)
+        self._retention = Retention(schedule, self._snapshots, list)
         self._selection = Selection(groups=per_step, rule="admit", max_staleness=AHEAD, max_requeues=1)
         self._stored: set[str] = set()  # segments that checkpoints have uploaded
 

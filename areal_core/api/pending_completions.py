@@ -141,7 +141,7 @@ class PendingCompletions:
             token_ids=np.concatenate([np.array(request.token_ids, np.int32), tokens]),
             n=1,
             max_tokens=request.max_tokens - len(tokens),
-            seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1,
+            seed=seed_of(name),
         )
 
     def completions(self) -> tuple[SampledCompletion, ...]:
@@ -185,6 +185,11 @@ class PendingCompletions:
     def _sampled(self, index: int) -> SampledCompletion:
         completion = self._completions[index]
         return SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
+
+
+def seed_of(name: bytes) -> int:
+    """Seed of a request's sampling streams, 63 bits, from a name."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 def _problem(indices: Sequence[int], received: Received) -> str | None:

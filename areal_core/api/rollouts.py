@@ -7,12 +7,11 @@ Otherwise a reward worker starts the environment first, and the environment requ
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from areal_core.api.pending_completions import PendingCompletions
+from areal_core.api.pending_completions import PendingCompletions, seed_of
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
@@ -223,7 +222,7 @@ class Rollouts:
 
     def _request_further(self, asked: SampleRequest) -> None:
         """Derive the seed from the call, so that it does not depend on which completion finished first."""
-        seed = _seed(b"call/%d/%d/%d" % (self._request.seed, *asked.calls[0]))
+        seed = seed_of(b"call/%d/%d/%d" % (self._request.seed, *asked.calls[0]))
         request = replace(
             self._request,
             request_id=f"{self._request.request_id}-further-{seed}",
@@ -272,8 +271,4 @@ async def _end(parts: Sequence[_Part]) -> None:
 
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
     """Seed of a group's sampling streams, 63 bits: the same in every attempt and on every server."""
-    return _seed(f"{run_seed}/{prompt_index}/{requeues}".encode())
-
-
-def _seed(name: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+    return seed_of(f"{run_seed}/{prompt_index}/{requeues}".encode())

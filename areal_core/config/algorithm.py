@@ -71,11 +71,6 @@ class AlgorithmConfig:
         return OBJECTIVES.get(self.objective, _IMPORTED).takes_proximal
 
     @property
-    def weighs(self) -> bool:
-        """Whether the objective has importance weights pi_prox / pi_behav, which can be capped or masked."""
-        return OBJECTIVES.get(self.objective, _IMPORTED).weighs
-
-    @property
     def clip_range(self) -> tuple[float, float]:
         """Lower and upper bound of the clipped ratio."""
         return 1 - self.clip_eps, 1 + (self.clip_eps if self.clip_eps_high is None else self.clip_eps_high)
@@ -109,9 +104,10 @@ def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
     require(cap is None or (low is None and high is None), "algorithm.behaviour_cap", wanted, cap)
     if low is not None and high is not None:
         require(low < high, "algorithm.behaviour_mask_low", f"below algorithm.behaviour_mask_high ({high:g})", low)
+    weighs = OBJECTIVES.get(config.objective, _IMPORTED).weighs
     for name in ("behaviour_cap", "behaviour_mask_low", "behaviour_mask_high"):
         value = getattr(config, name)
         wanted = f"null with algorithm.objective={config.objective}, which has no pi_prox / pi_behav"
-        require(value is None or config.weighs, f"algorithm.{name}", wanted, value)
+        require(value is None or weighs, f"algorithm.{name}", wanted, value)
     cache, wanted = config.overlong_cache, f"at most task.max_new_tokens ({max_new_tokens})"
     require(cache is None or cache <= max_new_tokens, "algorithm.overlong_cache", wanted, cache)

@@ -57,23 +57,14 @@ def known_generation(name: str) -> GenerationTraits:
     return GENERATION_ENGINES.get(name, GenerationTraits())
 
 
-def generation_traits(field: str, name: str) -> GenerationTraits:
-    """Capabilities of any generation engine.
-    Raises ConfigError, starting with `field`, for an import path that can't be imported."""
-    return _traits(field, name, GENERATION_ENGINES, GenerationTraits())
-
-
-def training_traits(name: str) -> TrainingTraits:
-    """Capabilities of any training engine. Raises ConfigError if an import path can't be imported."""
-    return _traits("training.engine", name, TRAINING_ENGINES, TrainingTraits())
-
-
 def names(engines: Mapping[str, T], trait: str, value: bool = True) -> str:
     """Names of registered engines whose capability `trait` is `value`, for error messages."""
     return " or ".join(name for name, traits in engines.items() if getattr(traits, trait) is value)
 
 
-def _traits(field: str, name: str, registered: Mapping[str, T], default: T) -> T:
+def traits_of(field: str, name: str, registered: Mapping[str, T], default: T) -> T:
+    """Capabilities of any engine; `default` for an import path that states none.
+    Raises ConfigError, starting with `field`, for an import path that can't be imported."""
     if name in registered:
         return registered[name]
     stated = getattr(find(field, name, dict[str, object]()), "traits", default)

@@ -106,12 +106,8 @@ def _tasks(schema: type[Any], values: Any, prefix: str) -> dict[str, Any]:
     built: dict[str, Any] = {}
     for key, value in _group(values, prefix).items():
         name = f"{prefix}{key}"
-        require(
-            str(key).isidentifier(),
-            name,
-            "a name of letters, digits and underscores that does not start with a digit",
-            key,
-        )
+        wanted = "a name of letters, digits and underscores that does not start with a digit"
+        require(str(key).isidentifier(), name, wanted, key)
         require(value, name, f"a group of fields with a task, such as {name}.task.name=arithmetic", value)
         with of_task(key):
             built[str(key)] = build(schema, value, name + ".")

@@ -326,9 +326,8 @@ class HealthConfig:
 
     max_train_inference_kl: float | None = bounded(0.1, above=0.0)  # nats per token, of policy/train_inference_kl
     max_stale_share: float | None = bounded(0.5, low=0.0, high=1.0)  # of a batch's groups above rollout.max_staleness
-    max_unscored_share: float | None = bounded(
-        0.1, low=0.0, high=1.0
-    )  # share of groups in ten steps, or of rollouts in a batch, without reward
+    # Share of groups in ten steps, or of rollouts in a batch, without reward.
+    max_unscored_share: float | None = bounded(0.1, low=0.0, high=1.0)
     max_step_s: float | None = bounded(1800.0, above=0.0)  # longest RL wall time without a new version
     max_idle_steps: int | None = bounded(5, low=1)  # consecutive steps without training signal; at most all
 

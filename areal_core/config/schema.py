@@ -16,15 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import combinations
+from areal_core.config import combinations, engines
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.config.engines import (
-    GenerationTraits,
-    TrainingTraits,
-    generation_traits,
-    known_generation,
-    training_traits,
-)
 from areal_core.config.fields import LARGEST_SEED, bounded, build, choice
 from areal_core.config.groups import (
     EmulationConfig,
@@ -123,23 +116,26 @@ class RunConfig:
     @property
     def emulated(self) -> bool:
         """Whether accelerators are emulated: their time passes, but nothing is generated or learnt."""
-        return known_generation(self.generation.engine).emulates
+        return engines.known_generation(self.generation.engine).emulates
 
     @property
-    def generation_traits(self) -> GenerationTraits:
+    def generation_traits(self) -> engines.GenerationTraits:
         """Capabilities of the generation engine. Raises ConfigError if an import path can't be imported."""
-        return generation_traits("generation.engine", self.generation.engine)
+        name = self.generation.engine
+        return engines.traits_of("generation.engine", name, engines.GENERATION_ENGINES, engines.GenerationTraits())
 
     @property
-    def evaluation_traits(self) -> GenerationTraits:
+    def evaluation_traits(self) -> engines.GenerationTraits:
         """Capabilities of the engine that scores versions. Raises ConfigError as `generation_traits` does."""
         field = "evaluation.engine" if self.evaluation.servers else "generation.engine"
-        return generation_traits(field, self.evaluation_engine)
+        name = self.evaluation_engine
+        return engines.traits_of(field, name, engines.GENERATION_ENGINES, engines.GenerationTraits())
 
     @property
-    def training_traits(self) -> TrainingTraits:
+    def training_traits(self) -> engines.TrainingTraits:
         """Capabilities of the training engine. Raises ConfigError if an import path can't be imported."""
-        return training_traits(self.training.engine)
+        name = self.training.engine
+        return engines.traits_of("training.engine", name, engines.TRAINING_ENGINES, engines.TrainingTraits())
 
     @property
     def zero_stage(self) -> int:
@@ -161,7 +157,7 @@ class RunConfig:
         """Number of server processes for the evaluator alone.
         It is 0 if the evaluator steps one embedded engine itself: requests between processes would double the cost."""
         its = self.evaluation
-        itself = its.servers == 1 and its.accelerator == "cpu" and known_generation(its.engine).in_process
+        itself = its.servers == 1 and its.accelerator == "cpu" and engines.known_generation(its.engine).in_process
         return 0 if itself else its.servers
 
     @property
@@ -226,9 +222,8 @@ class RunConfig:
     @property
     def remote_roles(self) -> frozenset[str]:
         """Roles that remote workers run."""
-        return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
-            self.launch.remote_roles, frozenset((self.launch.remote_roles,))
-        )
+        roles = {"none": (), "both": ("generation", "trainer")}
+        return frozenset(roles.get(self.launch.remote_roles, (self.launch.remote_roles,)))
 
     @property
     def admits_machines(self) -> bool:
@@ -272,7 +267,7 @@ class RunConfig:
 
     def _devices_of(self, engine: str) -> int:
         vllm = self.generation.vllm
-        return vllm.tensor_parallel * vllm.data_parallel if known_generation(engine).own_server else 1
+        return vllm.tensor_parallel * vllm.data_parallel if engines.known_generation(engine).own_server else 1
 
     @property
     def interruption(self) -> str:

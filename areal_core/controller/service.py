@@ -116,18 +116,7 @@ class Service:
         self.servers.freed = self.controller.freed.notify
         self.schedule = EvaluationSchedule(self.config, self.ledger, self.recorder)
         self.snapshots = Snapshots(run, self.storage, self.payloads, retain=self.config.rollout.retain == "all")
-        self.retention = Retention(
-            self.config,
-            self.info.number,
-            ledger=self.ledger,
-            recorder=self.recorder,
-            schedule=self.schedule,
-            storage=self.storage,
-            payloads=self.payloads,
-            snapshots=self.snapshots,
-            pages=run.evaluations,
-            loading=lambda: self.servers.loading,
-        )
+        self.retention = Retention(self.schedule, self.snapshots, lambda: self.servers.loading)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stopped = False  # the trainer has stopped with a checkpoint, and the run can be resumed
         self.changed = Signal()  # a version was published or scored, or the trainer has finished

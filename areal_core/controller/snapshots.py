@@ -29,11 +29,11 @@ class Snapshots:
 
     def __init__(self, run: RunDir, storage: Storage, payloads: PayloadStore, *, retain: bool) -> None:
         """`retain`: snapshots keep the payloads of steps that the checkpoint covers."""
-        self._run = run
-        self._storage = storage
-        self._payloads = payloads
+        self.run = run
+        self.storage = storage
+        self.payloads = payloads
         self._retain = retain
-        self._number = run.info().number
+        self.number = run.info().number
         self._job: tuple[str, asyncio.Task[dict[str, Any]]] | None = None  # name and task of the last job
         self._uploaded: dict[str, FileEntry] = {}  # uploaded segments, by name in the store
         self.in_use: frozenset[str] = frozenset()  # names of the segments that the next checkpoint will refer to
@@ -60,27 +60,27 @@ class Snapshots:
     async def _take(self, step: int, before: asyncio.Task[Any] | None) -> dict[str, Any]:
         if before is not None:
             await asyncio.wait([before])
-        copy = self._run.root / f"{_COPY}{step}.sqlite"  # not named by the job, whose name comes from a request
+        copy = self.run.root / f"{_COPY}{step}.sqlite"  # not named by the job, whose name comes from a request
         async with self.exclusive:
             try:
                 consumed = None if self._retain else step
-                segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
-                await self._payloads.seal()
+                segments = await asyncio.to_thread(snapshot, self.run.ledger, copy, consumed)
+                await self.payloads.seal()
                 self.in_use = frozenset(self._shared(segment) for segment in segments)
                 return await asyncio.to_thread(self._upload, step, copy, sorted(segments))
             finally:
                 copy.unlink(missing_ok=True)
 
     def _upload(self, step: int, copy: Path, segments: list[str]) -> dict[str, Any]:
-        there = self._storage.sizes(checkpoint.PAYLOADS)
+        there = self.storage.sizes(checkpoint.PAYLOADS)
         for segment in segments:
-            name, file = self._shared(segment), self._payloads.file(segment)
+            name, file = self._shared(segment), self.payloads.file(segment)
             entry = self._uploaded.get(name) or checkpoint.describe(file)
             if there.get(name) != entry.bytes:
-                self._storage.put_file(file, name)
+                self.storage.put_file(file, name)
             self._uploaded[name] = entry
         ledger = checkpoint.ledger_name(secrets.token_hex(8))  # a new name, because a job may be repeated
-        self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, ledger)
+        self.storage.child(checkpoint.folder_name(step, self.number)).put_file(copy, ledger)
         shared = {name: self._uploaded[name] for name in map(self._shared, segments)}
         self._uploaded = dict(shared)
         return {
@@ -91,4 +91,4 @@ class Snapshots:
     def _shared(self, segment: str) -> str:
         """Name of a segment in the run's store.
         It has this launcher's number, so that no other launcher deletes it."""
-        return checkpoint.payload_name(segment + SUFFIX, self._number)
+        return checkpoint.payload_name(segment + SUFFIX, self.number)

@@ -26,7 +26,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from areal_core.errors import ConfigError
@@ -75,10 +75,7 @@ COMPUTING = {
 
 def allowing(allowed: Mapping[str, int]) -> bytes:
     """Build a filter that refuses all other calls with EPERM. A wrong architecture kills the process."""
-    program = [*_PREFIX]
-    for number in allowed.values():
-        program += [_op(_EQUAL, number, no=1), _op(_RETURN, _ALLOW)]
-    return b"".join([*program, _op(_RETURN, _REFUSED | errno.EPERM)])
+    return b"".join([*_PREFIX, *_returning(_ALLOW, allowed.values()), _op(_RETURN, _REFUSED | errno.EPERM)])
 
 
 @functools.cache
@@ -87,15 +84,17 @@ def syscall_filter() -> bytes:
     Refused calls return EPERM; a wrong architecture kills the process. A filter can't see the flags of clone3. It
     returns ENOSYS, as on older kernels, and C libraries then call clone."""
     refuse, absent = _REFUSED | errno.EPERM, _REFUSED | errno.ENOSYS
-    program = [*_PREFIX]
-    for number in REFUSED.values():
-        program += [_op(_EQUAL, number, no=1), _op(_RETURN, refuse)]
-    program += [_op(_EQUAL, _CLONE3, no=1), _op(_RETURN, absent)]
+    program = [*_PREFIX, *_returning(refuse, REFUSED.values()), *_returning(absent, [_CLONE3])]
     program += _on(_SOCKET, 0, [_op(_EQUAL, _AF_UNIX, yes=1), _op(_RETURN, refuse)])
     program += _on(_CLONE, 0, [_op(_ANY_BIT, _NEW_NAMESPACES, no=1), _op(_RETURN, refuse)])
     for terminal in (_TIOCSTI, _TIOCLINUX):
         program += _on(_IOCTL, 1, [_op(_EQUAL, terminal, no=1), _op(_RETURN, refuse)])
     return b"".join([*program, _op(_RETURN, _ALLOW)])
+
+
+def _returning(result: int, calls: Iterable[int]) -> list[bytes]:
+    """Instructions that return `result` for each of the calls."""
+    return [step for call in calls for step in (_op(_EQUAL, call, no=1), _op(_RETURN, result))]
 
 
 def _on(number: int, argument: int, then: list[bytes]) -> list[bytes]:

@@ -8,6 +8,7 @@ Failed requests are repeated. A judge that is unreachable or gives no score mean
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import re
@@ -47,7 +48,6 @@ class LanguageModelJudge:
             self._template = SandboxedEnvironment().from_string(its.prompt)
         except TemplateError as error:
             raise ConfigError(f"environment.judge.prompt: {error}, in {its.prompt!r}") from error
-        self._client: httpx.AsyncClient | None = None  # created in the event loop of the first request
         self._free = asyncio.Semaphore(its.at_once)
         self._next_s = 0.0  # event-loop time of the next allowed request
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -82,7 +82,7 @@ class LanguageModelJudge:
             wait_s = min(_LONGEST_S, _AGAIN_S * 2**attempt)
             try:
                 async with asyncio.timeout(its.timeout_s):
-                    response = await self._http().post(f"{its.url}/chat/completions", json=body)
+                    response = await self._client.post(f"{its.url}/chat/completions", json=body)
                 if response.status_code == 200:
                     return _verdict(response.json(), its, attempt)
                 why = f"{response.status_code} {response.text[:200]}"
@@ -95,10 +95,7 @@ class LanguageModelJudge:
                 why = f"{type(error).__name__}: {error}"
             if attempt + 1 < its.tries:
                 await asyncio.sleep(wait_s)
-        return self._failed(why)
-
-    def _failed(self, why: str) -> Verdict:
-        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {self._config.url} returned no score: {why}")
+        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {its.url} returned no score: {why}")
 
     async def _turn(self) -> None:
         """Wait until `requests_per_s` allows another request."""
@@ -109,10 +106,9 @@ class LanguageModelJudge:
         self._next_s = at + 1.0 / self._config.requests_per_s
         await asyncio.sleep(at - now)
 
-    def _http(self) -> httpx.AsyncClient:
-        if self._client is None:
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=None)
-        return self._client
+    @functools.cached_property
+    def _client(self) -> httpx.AsyncClient:  # created in the event loop of the first request
+        return httpx.AsyncClient(headers=self._headers, timeout=None)
 
 
 def _verdict(answer: dict[str, Any], config: JudgeConfig, repeated: int) -> Verdict:

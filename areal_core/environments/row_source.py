@@ -124,28 +124,21 @@ _NAMED = 3  # bad rows named in the log and the dataset report
 
 
 class PromptFile:
-    """The prompts of the file named by the setting `name`, which is read completely.
+    """The prompts of the training or the held-out file, which is read completely.
 
     Duplicates are removed from a training file, not from a held-out one. Raises ConfigError, with the name of the
     setting, if the file can't be read.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: str,
-        schema: Schema,
-        task: TaskConfig,
-        dialogue: Dialogue,
-        *,
-        trained_on: bool,
-    ) -> None:
-        self._name, self._report = name, FileReport(path)
-        self._task, self._schema, self._dialogue, self._trained_on = task, schema, dialogue, trained_on
+    def __init__(self, task: TaskConfig, schema: Schema, dialogue: Dialogue, *, held_out: bool) -> None:
+        self._name, path = ("task.held_out_path", task.held_out_path) if held_out else ("task.path", task.path)
+        assert path is not None  # config.load ensures this for the held-out file
+        self._report = FileReport(path)
+        self._task, self._schema, self._dialogue, self._held_out = task, schema, dialogue, held_out
         self._seen: set[bytes] = set()  # hashes of prompt texts with gold answers
         self.prompts: list[Prompt] = []
         self.questions: list[str] = []  # prompt texts without the prompt template
-        for row in read_rows(name, path):
+        for row in read_rows(self._name, path):
             self._report.rows += 1
             try:
                 self._add(row)
@@ -184,7 +177,7 @@ class PromptFile:
         with _otherwise(Reason.NO_ANSWER):
             answer = self._schema.gold_answer(row.fields)
             pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
-        if self._trained_on and pair in self._seen:
+        if not self._held_out and pair in self._seen:
             raise LeftOut(Reason.DUPLICATE)
         with _otherwise(Reason.UNREADABLE):
             fields = plain(row.fields)
@@ -233,18 +226,15 @@ class RowSource:
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         task, verifier = config.task, verifier_name(config.environment, config.task)
-        assert task.held_out_path is not None  # config.load ensures this
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
-        held_out = PromptFile(
-            "task.held_out_path", task.held_out_path, held_out_schema, task, dialogue, trained_on=False
-        )
+        held_out = PromptFile(task, held_out_schema, dialogue, held_out=True)
         self.report = DatasetReport(training=None, held_out=held_out.close())
         self._held_out = held_out.prompts[: task.held_out]
         self._prompts: list[Prompt] = []
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
-            training = PromptFile("task.path", task.path, schema, task, dialogue, trained_on=True)
+            training = PromptFile(task, schema, dialogue, held_out=False)
             training.leave_out_overlapping(held_out.questions)
             self.report.training = training.close()
             self._prompts = training.prompts

@@ -196,14 +196,9 @@ def _block(first: str, stack: str, judged: tuple[Prompt, str] | None) -> str:
     if judged is not None:
         task, text = judged
         for what, said in (("prompt", task.text), ("gold answer", task.answer), ("completion", text)):
-            lines += _quoted(what, said)
+            shown = said if len(said) <= _SHOWN else f"{said[: _SHOWN // 2]} [...] {said[-_SHOWN // 2 :]}"
+            lines += [f"{what}:", *(f"    {line}" for line in shown.split("\n"))]
     return "\n".join([first, *(f"    {printable(line)}" for line in lines)])
-
-
-def _quoted(what: str, text: str) -> list[str]:
-    if len(text) > _SHOWN:
-        text = f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
-    return [f"{what}:", *(f"    {line}" for line in text.split("\n"))]
 
 
 logger = logging.getLogger(__name__)

@@ -30,17 +30,9 @@ from pathlib import Path
 
 import orjson
 
+from areal_core.api import wire
 from areal_core.api.patience import patience
 from areal_core.api.pending_completions import Received
-from areal_core.api.wire import (
-    EMBEDDED,
-    MODEL_NAME,
-    ROLLOUT,
-    ROUTES_VERSION,
-    ServerLoad,
-    parse_generation,
-    version_name,
-)
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.connection import Completions, Connection, part_ids
 from areal_core.generation.data_plane import DataPlane, Take, Work
@@ -82,7 +74,7 @@ class GenerationClient:
         self.in_place = True  # whether the server recomputes running completions' KV cache; set by `identify`
         self.resubmitted_tokens = 0  # tokens of interrupted requests prefilled here since the last update
         self._adapters = adapters
-        self._model = MODEL_NAME  # the model named in requests
+        self._model = wire.MODEL_NAME  # the model named in requests
         self._update_timeout_s = update_timeout_s
         self._open: dict[str, GenerationRequest] = {}  # requests in flight, by id
         self._timeline = timeline
@@ -103,12 +95,12 @@ class GenerationClient:
         """Find out which kind of server it is. Raises GenerationError for a server with other routes."""
         found = orjson.loads(await self._control("GET", "/version"))["version"]
         release, _, local = found.partition("+")
-        if release != ROUTES_VERSION:
-            raise GenerationError(f"{self.url} runs vLLM {found}, must be vLLM {ROUTES_VERSION} for its RL routes")
+        if release != wire.ROUTES_VERSION:
+            raise GenerationError(f"{self.url} runs vLLM {found}, must be vLLM {wire.ROUTES_VERSION} for its RL routes")
         self.in_place = local.startswith("areal")
-        if self.in_place and local != EMBEDDED:
+        if self.in_place and local != wire.EMBEDDED:
             raise GenerationError(
-                f"{self.url} has routes of {local}, must be {EMBEDDED}: start it from the same installation"
+                f"{self.url} has routes of {local}, must be {wire.EMBEDDED}: start it from the same installation"
             )
         if not self.in_place and self._timeline is not None:
             self._doing = Activity(self._doing.kind, self._timeline())
@@ -119,7 +111,7 @@ class GenerationClient:
         The body has them as choices in that order (wire.parse_generation reads it). Waits as long as the server needs.
         If cancelled, the server aborts the request. Raises GenerationError if the server refuses the request.
         """
-        is_rollout = request.request_id.startswith(ROLLOUT)
+        is_rollout = request.request_id.startswith(wire.ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
         generate = self._completions.in_parts if self.in_place else self._completions.one_by_one
         self._open[request.request_id] = request
@@ -151,7 +143,7 @@ class GenerationClient:
         found: dict[int, Completion] = {}
         await self.generate(
             request,
-            lambda indices, received: found.update(zip(indices, parse_generation(received.body), strict=True)),
+            lambda indices, received: found.update(zip(indices, wire.parse_generation(received.body), strict=True)),
         )
         return [found[index] for index in range(request.n)]
 
@@ -223,10 +215,11 @@ class GenerationClient:
         async with self._in_time("/wake_up did not finish"):
             await self._control("POST", "/wake_up", timeout_s=None)
 
-    async def load(self) -> ServerLoad:
+    async def load(self) -> wire.ServerLoad:
         completed = self._completed
         if self.in_place:
-            load = ServerLoad(**orjson.loads(await self._control("GET", "/load", timeout_s=self._update_timeout_s)))
+            answer = await self._control("GET", "/load", timeout_s=self._update_timeout_s)
+            load = wire.ServerLoad(**orjson.loads(answer))
         else:
             load = self._vllm_load((await self._control("GET", "/metrics")).decode())
         if load.generated_tokens < self._generated_tokens:
@@ -270,7 +263,8 @@ class GenerationClient:
 
     async def _switch(self, version: PolicyVersion, interruption: str) -> None:
         """Load an adapter into vLLM beside decoding, name it in later requests, unload all but the last two."""
-        name, held = version_name(version), await self._held()
+        models = orjson.loads(await self._control("GET", "/v1/models"))["data"]
+        name, held = wire.version_name(version), {model["id"] for model in models}
         if version.version and name not in held:
             there = await self._on_its_machine(version)
             await self._check(there)
@@ -280,12 +274,8 @@ class GenerationClient:
         await self._pause(interruption)
         await self.label(version.version)
         await self._resume_after_update()
-        for old in held - {name, last, MODEL_NAME}:
+        for old in held - {name, last, wire.MODEL_NAME}:
             await self._control("POST", "/v1/unload_lora_adapter", {"lora_name": old})
-
-    async def _held(self) -> set[str]:
-        """Return the names of the models that vLLM serves."""
-        return {model["id"] for model in orjson.loads(await self._control("GET", "/v1/models"))["data"]}
 
     async def _on_its_machine(self, version: PolicyVersion) -> PolicyVersion:
         """Return the version with its path on the server's machine, after the stager has fetched it."""
@@ -328,7 +318,7 @@ class GenerationClient:
         self._note()
         self._swap_ms = 1e3 * (self._doing.seconds("update") - self._paused_before_s)
 
-    def _vllm_load(self, metrics: str) -> ServerLoad:
+    def _vllm_load(self, metrics: str) -> wire.ServerLoad:
         """Compute the load of a vLLM server from its counters and this client's clock."""
         values: dict[str, float] = {}
         for name, value in _METRIC.findall(metrics):
@@ -337,7 +327,7 @@ class GenerationClient:
         running, now = int(values.get("num_requests_running", 0)), time.monotonic()
         self._completion_s, self._looked = self._completion_s + running * (now - self._looked), now
         generated = int(values.get("generation_tokens_total", 0))
-        return ServerLoad(
+        return wire.ServerLoad(
             running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,

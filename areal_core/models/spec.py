@@ -275,18 +275,20 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any], *, exactly: bool = False) -> None:
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any], *, exactly: bool = False, of: str = ""
+) -> None:
     """Raise ModelError naming the first tensor that is missing or has another shape.
 
-    `exactly` also rejects surplus tensors.
+    `exactly` also rejects surplus tensors. `of` begins the message.
     """
     for name, shape in shapes.items():
         if name not in tensors:
-            raise ModelError(f"{name}: tensor is missing, expected shape {list(shape)}")
+            raise ModelError(f"{of}{name}: tensor is missing, expected shape {list(shape)}")
         if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"{name}: expected shape {list(shape)}, got {list(tensors[name].shape)}")
+            raise ModelError(f"{of}{name}: expected shape {list(shape)}, got {list(tensors[name].shape)}")
     for name in sorted(tensors.keys() - shapes.keys()) if exactly else ():
-        raise ModelError(f"{name}: no such tensor in this model")
+        raise ModelError(f"{of}{name}: no such tensor in this model")
 
 
 def check_weights(spec: ModelSpec, weights: Mapping[str, Any]) -> None:
@@ -300,11 +302,7 @@ def check_folder(folder: str | Path) -> ModelSpec:
     Raises what `read_spec` raises, and ModelError naming the file or the tensor.
     """
     spec = read_spec(folder)
-    stored = stored_tensors(Path(folder))
-    try:
-        check_shapes(weight_shapes(spec), stored)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+    check_shapes(weight_shapes(spec), stored_tensors(Path(folder)), of=f"{folder}: ")
     return spec
 
 
@@ -393,10 +391,7 @@ def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
     """
     stored = stored_tensors(Path(source))
     found = {name: as_float32(stored[name]) for name in weight_shapes(spec) if name in stored}
-    try:
-        check_weights(spec, found)
-    except ModelError as error:
-        raise ModelError(f"{source}: {error}") from None
+    check_shapes(weight_shapes(spec), found, exactly=True, of=f"{source}: ")
     return found
 
 

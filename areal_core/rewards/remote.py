@@ -82,17 +82,7 @@ def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arri
 
 def encode_said(group: int, outcome: Outcome) -> bytes:
     """Encode an outcome of a group, with the group's number.
-    An outcome that can't be encoded becomes a RewardError."""
-    return group.to_bytes(_GROUP_BYTES, "little") + encode_outcome(outcome)
-
-
-def decode_said(data: bytes) -> Event:
-    """Decode a group's number and outcome. An invalid outcome becomes a RewardError of the group."""
-    return int.from_bytes(data[:_GROUP_BYTES], "little"), decode_outcome(data[_GROUP_BYTES:])
-
-
-def encode_outcome(outcome: Outcome) -> bytes:
-    """Encode an outcome. One that can't be encoded or exceeds ANSWER_BYTES becomes a RewardError."""
+    An outcome that can't be encoded or exceeds ANSWER_BYTES becomes a RewardError."""
     if isinstance(outcome, ScoredGroup):
         message = _Outcome(scored=outcome)
     elif isinstance(outcome, ArealError):
@@ -102,23 +92,23 @@ def encode_outcome(outcome: Outcome) -> bytes:
     try:
         answer = msgspec.msgpack.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
-        return encode_outcome(RewardError(f"environment: can't serialize its result: {error}"))
+        return encode_said(group, RewardError(f"environment: can't serialize its result: {error}"))
     if len(answer) > ANSWER_BYTES:
-        return encode_outcome(
-            RewardError(f"the scored group has {len(answer)} bytes, more than the limit of {ANSWER_BYTES}")
-        )
-    return answer
+        said = f"the scored group has {len(answer)} bytes, more than the limit of {ANSWER_BYTES}"
+        return encode_said(group, RewardError(said))
+    return group.to_bytes(_GROUP_BYTES, "little") + answer
 
 
-def decode_outcome(data: bytes) -> Outcome:
-    """Decode an outcome. Invalid data becomes a RewardError."""
+def decode_said(data: bytes) -> Event:
+    """Decode a group's number and outcome. An invalid outcome becomes a RewardError of the group."""
+    group = int.from_bytes(data[:_GROUP_BYTES], "little")
     try:
-        message = msgspec.msgpack.decode(data, type=_Outcome)
+        message = msgspec.msgpack.decode(data[_GROUP_BYTES:], type=_Outcome)
     except ValueError as error:  # msgspec.DecodeError among them
-        return RewardError(f"invalid response of a reward worker: {error}")
+        return group, RewardError(f"invalid response of a reward worker: {error}")
     if message.error is not None:
-        return _ERRORS.get(message.error, RewardError)(message.says)
-    return message.scored or tuple(message.requests or ())
+        return group, _ERRORS.get(message.error, RewardError)(message.says)
+    return group, message.scored or tuple(message.requests or ())
 
 
 SILENT_S = 10.0  # seconds of silence after which a connection counts as lost

@@ -19,16 +19,7 @@ from typing import Any, TypeVar, cast
 
 import aiohttp
 import fsspec
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,
-    CredentialRetrievalError,
-    HTTPClientError,
-    IncompleteReadError,
-    MetadataRetrievalError,
-    SSLError,
-)
+from botocore import exceptions
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
@@ -51,12 +42,12 @@ _OPTIONS: dict[str, Any] = {
 }
 _PASSING = (
     TimeoutError,
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
+    exceptions.ConnectionError,
+    exceptions.HTTPClientError,
+    exceptions.IncompleteReadError,
     ResponseParserError,  # a proxy's page instead of a response
-    CredentialRetrievalError,
-    MetadataRetrievalError,
+    exceptions.CredentialRetrievalError,
+    exceptions.MetadataRetrievalError,
     aiohttp.ClientError,
 )
 _PASSING_CODES = frozenset(
@@ -86,8 +77,8 @@ class Bucket:
     errors: tuple[type[Exception], ...] = (
         OSError,
         ValueError,  # an endpoint that is not a URL
-        BotoCoreError,
-        ClientError,
+        exceptions.BotoCoreError,
+        exceptions.ClientError,
         ResponseParserError,
         aiohttp.ClientError,
     )
@@ -105,7 +96,7 @@ class Bucket:
         if response := _response(error):
             status = response["ResponseMetadata"]["HTTPStatusCode"]
             return _code(error) in _PASSING_CODES or status == 429 or (status >= 500 and status != 501)
-        if isinstance(error, SSLError):
+        if isinstance(error, exceptions.SSLError):
             return False
         return isinstance(error, _PASSING) or (isinstance(error, OSError) and error.errno in folder.TRANSIENT)
 
@@ -196,7 +187,7 @@ class Bucket:
             objects = [{"Key": key} for key in keys[first : first + _MOST_DELETED]]
             response = self._call("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
             if refused := response.get("Errors"):
-                raise ClientError({**response, "Error": refused[0]}, "DeleteObjects")
+                raise exceptions.ClientError({**response, "Error": refused[0]}, "DeleteObjects")
 
     def _upload(self, local: Path, path: str, size: int, metadata: dict[str, str], attempt: Attempt) -> None:
         upload = attempt(lambda: self._call("create_multipart_upload", path, Metadata=metadata))["UploadId"]
@@ -242,7 +233,7 @@ class Bucket:
             async with response["Body"] as body:
                 data = await body.read()
             if len(data) != response["ContentLength"]:
-                raise IncompleteReadError(actual_bytes=len(data), expected_bytes=response["ContentLength"])
+                raise exceptions.IncompleteReadError(actual_bytes=len(data), expected_bytes=response["ContentLength"])
             return response, data
 
         return cast(tuple[dict[str, Any], bytes], sync(self._fs.loop, read, timeout=self._request_s))

@@ -327,7 +327,7 @@ class ServerCounters:
     def join(self, name: str, url: str, counter: int) -> None:
         """Record that a server has joined.
         It continues its open session, unless the server was restarted meanwhile."""
-        row = self._open(name)
+        row = self._db.execute("SELECT * FROM server_sessions WHERE name = ? AND NOT over", (name,)).fetchone()
         if row is not None and row["url"] == url and row["counted"] <= counter:
             self.report(name, counter, self.accounted())
         else:
@@ -370,6 +370,3 @@ class ServerCounters:
     def uncounted(self) -> int:
         """Upper bound on the tokens that the servers sampled and never reported."""
         return self._db.execute("SELECT COALESCE(SUM(uncounted), 0) FROM server_sessions").fetchone()[0]
-
-    def _open(self, name: str) -> sqlite3.Row | None:
-        return self._db.execute("SELECT * FROM server_sessions WHERE name = ? AND NOT over", (name,)).fetchone()

@@ -24,18 +24,8 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal_core.api import serving
+from areal_core.api import serving, wire
 from areal_core.api.refusals import guard
-from areal_core.api.wire import (
-    EMBEDDED,
-    MODEL_NAME,
-    PARTS,
-    ROUTES_VERSION,
-    encode_failure,
-    encode_generation,
-    encode_part,
-    version_name,
-)
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
@@ -74,7 +64,7 @@ class GenerationServer:
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._staged: tuple[Any, str] | None = None  # prepared model weights and their hash
         self._label = engine.version
-        self._name = MODEL_NAME  # name of the loaded version, after the first load
+        self._name = wire.MODEL_NAME  # name of the loaded version, after the first load
         self._sleeping = False
 
     def app(self) -> web.Application:
@@ -127,10 +117,10 @@ class GenerationServer:
 
         def encoded(completions: Mapping[int, Completion]) -> bytes:
             indices = sorted(completions)
-            return encode_generation(request, [completions[index] for index in indices], indices=indices)
+            return wire.encode_generation(request, [completions[index] for index in indices], indices=indices)
 
         try:
-            if http.headers.get("Accept") == PARTS:
+            if http.headers.get("Accept") == wire.PARTS:
                 return await _send_parts(http, pending, encoded)
             return _json_bytes(encoded(await pending.all()))
         except (asyncio.CancelledError, ConnectionError):  # the client disconnected
@@ -196,7 +186,7 @@ class GenerationServer:
             raise RequestError("no model weights were staged", param="weight_version")
         (staged, digest), self._staged = self._staged, None
         await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
-        self._label, self._name = version, version_name(PolicyVersion(version=version, path="", digest=digest))
+        self._label, self._name = version, wire.version_name(PolicyVersion(version=version, path="", digest=digest))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
@@ -218,7 +208,7 @@ class GenerationServer:
         return web.Response(status=503 if self.failure.done() else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": f"{ROUTES_VERSION}+{EMBEDDED}"})
+        return web.json_response({"version": f"{wire.ROUTES_VERSION}+{wire.EMBEDDED}"})
 
     async def _load(self, _: web.Request) -> web.Response:
         return _json_bytes(orjson.dumps(await self._thread.load()))
@@ -281,16 +271,16 @@ async def _send_parts(
     http: web.Request, pending: _Pending, encoded: Callable[[Mapping[int, Completion]], bytes]
 ) -> web.StreamResponse:
     """Send completions as they end. An error before the first one becomes an error response."""
-    response = web.StreamResponse(headers={"Content-Type": PARTS})
+    response = web.StreamResponse(headers={"Content-Type": wire.PARTS})
     try:
         while ended := await pending.more():
             if not response.prepared:
                 await response.prepare(http)
-            await response.write(encode_part(sorted(ended), encoded(ended)))
+            await response.write(wire.encode_part(sorted(ended), encoded(ended)))
     except RequestError as error:
         if not response.prepared:
             raise
-        await response.write(encode_failure(str(error)))
+        await response.write(wire.encode_failure(str(error)))
     await response.write_eof()
     return response
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,18 @@ from tests.support.servers import version
 
 
 def test_version_stays_for_the_evaluator_and_for_a_server_that_takes_its_time() -> None:
-    ledger, schedule, loading = MagicMock(), MagicMock(), {3, 9}
-    ledger.versions.newest.return_value = version(12)
-    schedule.awaited.return_value = {0, 4}
-    made = retention({"rollout": {"max_staleness": 2}}, ledger=ledger, schedule=schedule, loading=lambda: loading)
+    schedule, loading = scheduled({"rollout": {"max_staleness": 2}}, awaited={0, 4}), {3, 9}
+    schedule.ledger.versions.newest.return_value = version(12)
+    made = Retention(schedule, MagicMock(), lambda: loading)
     assert made.released() == [1, 2, 5, 6, 7, 8]
     schedule.awaited.assert_called_once_with(8)
     loading.clear()
     assert made.released() == [1, 2, 3, 5, 6, 7, 8]
 
 
-def retention(config: dict[str, Any], **given: Any) -> Retention:
-    """With mocks for all that a test does not give."""
-    names = ("ledger", "recorder", "schedule", "storage", "payloads", "snapshots", "pages", "loading")
-    return Retention(load(config), 1, **dict.fromkeys(names, MagicMock()) | given)
+def scheduled(config: dict[str, Any], awaited: Collection[int] = (), **known: Any) -> MagicMock:
+    """A schedule, with mocks for all that a test does not give."""
+    return MagicMock(config=load(config), awaited=MagicMock(return_value=awaited), **known)
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [0, 10, 30]), (2, [0, 10, 25, 30]), (9, None), (None, None)])
@@ -57,7 +55,8 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
     for name in (*names.values(), "v000025-ffffffff", "v000035-00000000", "notes"):  # replaced; being scored; another
         for ending in endings:
             (tmp_path / f"{name}{ending}").touch()
-    await retention({"evaluation": {"keep_pages": keep}}, recorder=recorder, pages=tmp_path).scored()
+    schedule = scheduled({"evaluation": {"keep_pages": keep}}, recorder=recorder)
+    await Retention(schedule, MagicMock(run=MagicMock(evaluations=tmp_path)), list).scored()
     stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
     stay += ["v000025-ffffffff"] if keep != 1 else []
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
@@ -73,21 +72,14 @@ async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
     store = Storage.open(str(tmp_path))
     for step in (2, 4, 6):
         checkpoint.save(store, step, {}, {}, number=1)
-    ledger, schedule = MagicMock(), MagicMock()
+    ledger = MagicMock()
     ledger.free.side_effect = [True, False, False]
     ledger.fold.side_effect = [True, False]
-    schedule.awaited.return_value = {2}
-    made = retention(
-        {"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}},
-        ledger=ledger,
-        recorder=MagicMock(evaluations=[]),
-        schedule=schedule,
-        storage=store,
-        payloads=AsyncMock(),
-        snapshots=Snapshots(MagicMock(root=tmp_path / "run"), store, MagicMock(), retain=False),
-        pages=tmp_path,
-        loading=list,
-    )
+    config = {"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}}
+    run = MagicMock(root=tmp_path / "run")
+    run.info.return_value.number = 1
+    snapshots = Snapshots(run, store, AsyncMock(), retain=False)
+    made = Retention(scheduled(config, {2}, ledger=ledger), snapshots, list)
     made.committed()
     await made.settled()
     assert [made for made in ledger.mock_calls if made[0] in ("free", "fold")] == calls
@@ -231,13 +223,12 @@ async def test_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypa
 
 
 async def test_a_job_and_the_deletion_of_old_checkpoints_exclude_each_other(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an outage, further checkpoints come between the deletion's look at the store and what it deletes."""
     prune = MagicMock(return_value=0)
     monkeypatch.setattr(checkpoint, "prune", prune)
-    given = {"snapshots": run.snapshots, "payloads": AsyncMock(), "pages": tmp_path}
-    made = retention({"rollout": {"retain": "all"}}, **given)
+    made = Retention(scheduled({"rollout": {"retain": "all"}}), run.snapshots, list)
     step = await run.step()
     async with run.snapshots.exclusive:
         made.committed()

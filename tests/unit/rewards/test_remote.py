@@ -34,14 +34,7 @@ from areal_core.rewards import pool as pools
 from areal_core.rewards import remote
 from areal_core.rewards.host import Host
 from areal_core.rewards.pool import GroupSession, RewardPool
-from areal_core.rewards.remote import (
-    decode_outcome,
-    decode_said,
-    decode_work,
-    encode_outcome,
-    encode_said,
-    encode_work,
-)
+from areal_core.rewards.remote import decode_said, decode_work, encode_said, encode_work
 from areal_core.rewards.worker import Arrived
 from areal_core.run.roles import remote_rewards
 from areal_core.storage.rundir import RunDir, RunInfo
@@ -237,11 +230,13 @@ def test_work(prompt: Prompt | None) -> None:
 
 
 def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
-    returned = decode_outcome(encode_outcome(GenerationError("no body")))
-    assert (type(returned), str(returned)) == (GenerationError, "no body")
-    assert type(decode_outcome(encode_outcome(ConfigError("environment: none")))) is RewardError  # not another's
+    group, returned = decode_said(encode_said(7, GenerationError("no body")))
+    assert (group, type(returned), str(returned)) == (7, GenerationError, "no body")
+    _, returned = decode_said(encode_said(7, ConfigError("environment: none")))
+    assert type(returned) is RewardError  # not another's
     for answer in (b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'):
-        outcome = decode_outcome(answer)
+        group, outcome = decode_said(bytes([9]) + bytes(7) + answer)
+        assert group == 9
         assert isinstance(outcome, RewardError)
         assert str(outcome).startswith("invalid response of a reward worker: ")
 
@@ -254,7 +249,7 @@ def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.Mon
         (b"", {"a": (2**70,)}, "environment: can't serialize its result: "),
     ):
         scored = ScoredGroup(payload=payload, summary=replace(summary(), metrics=metrics))
-        outcome = decode_outcome(encode_outcome(scored))
+        _, outcome = decode_said(encode_said(7, scored))
         assert isinstance(outcome, RewardError)
         assert str(outcome).startswith(says)
 
