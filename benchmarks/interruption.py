@@ -37,7 +37,7 @@ from benchmarks import _harness
 from benchmarks._interrupted_server import measure as measure_server
 from benchmarks.emulated import PAPER as TABLE_1
 from benchmarks.emulated import first_end
-from flows.comparison.design import Trial, plan_trials
+from flows.comparison.design import Comparison, Trial
 from flows.comparison.measures import time_scale, weighted_by_time
 from flows.comparison.trials import TrialResult, run_trial
 
@@ -173,7 +173,8 @@ def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Tr
     setting = SETTINGS[name]
     arms = {arm: ["mode=async", f"generation.interruption={arm}"] for arm in setting.arms}
     comparison = f"interruption-{name.replace('.', '-')}-{secrets.token_hex(3)}"
-    return plan_trials(comparison, setting.experiment, arms, seeds, ["tracking=off", *setting.overrides, *overrides])
+    overrides = ["tracking=off", *setting.overrides, *overrides]
+    return Comparison(comparison, setting.experiment, arms, seeds, overrides).trials()
 
 
 def _server(arguments: argparse.Namespace) -> dict[str, list[float]]:

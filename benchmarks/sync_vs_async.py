@@ -25,7 +25,7 @@ from typing import Any
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.types import RunSummary
 from benchmarks import _harness
-from flows.comparison.design import plan_trials
+from flows.comparison.design import Comparison
 from flows.comparison.intervals import Interval, paired_difference, paired_ratio, verdict
 from flows.comparison.trials import TrialResult, run_trial
 
@@ -83,7 +83,7 @@ def run_arms(
         raise ConfigError("generation.engine: must not be given; benchmarks.emulated measures emulated clusters")
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     common = ["tracking=off", f"evaluation.every={_harness.NEVER}", *overrides]
-    trials = plan_trials(comparison, experiment, arms, seeds, common)
+    trials = Comparison(comparison, experiment, arms, seeds, common).trials()
     results: list[TrialResult] = []
     for number, trial in enumerate(trials, 1):
         _harness.tell(f"trial {number} of {len(trials)}: {trial.run_id}")

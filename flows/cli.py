@@ -66,22 +66,19 @@ def add_settings(options: Parser, what: str = "") -> None:
 
 
 def _help() -> str:
-    lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: areal COMMAND [field=value ...]",
-            "",
-            "Asynchronous reinforcement learning of language models.",
-            "",
-            *lines,
-            "",
-            "`areal COMMAND --help` shows the options of a command, and examples.",
-            "",
-            "examples:",
-            "  areal train",
-            "  areal train experiment=cpu-tools mode=sync training.steps=50",
-        ]
-    )
+    commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+    return f"""\
+usage: areal COMMAND [field=value ...]
+
+Asynchronous reinforcement learning of language models.
+
+{commands}
+
+`areal COMMAND --help` shows the options of a command, and examples.
+
+examples:
+  areal train
+  areal train experiment=cpu-tools mode=sync training.steps=50"""
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prefect import Task, flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
@@ -33,7 +34,7 @@ from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
 from flows.comparison.report import metrics, report_page, result_table, result_title, trial_table
 from flows.comparison.trials import load_result, run_trial
-from flows.page import Progress, tie_to_worker, told
+from flows.page import Progress, show_table, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
             with _untracked_at_worst():
                 parent.end(status)
     if failures:
-        return Failed(message=_what_failed(trials, failures))
+        failed = [each for each in trials if each.run_id in failures]
+        named = "; ".join(f"{each.arm} seed {each.seed}: {failures[each.run_id]}" for each in failed)
+        said = f"{len(failed)} of {len(trials)} trials failed: {named}; the report compares the others"
+        return Failed(message=said)
     return Completed(message=f"{len(trials)} trials")
 
 
@@ -176,14 +180,10 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     table = result_table(comparison.arms, results) if comparison.matched else trial_table(results)
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]
-    log = get_run_logger().warning
-    told(
-        f"store the table of {folder / 'report.md'}",
-        lambda: create_table_artifact(table, key=RESULT, description=title),
-        log,
-    )
-    told(f"store the links of {comparison.name}", lambda: create_table_artifact(rows, key=PLACES), log)
-    told(f"store the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
+    show_table(f"the table of {folder / 'report.md'}", table, key=RESULT, title=title)
+    show_table(f"the links of {comparison.name}", rows, key=PLACES)
+    create_page = partial(create_markdown_artifact, page, key=COMPARISON)
+    told(f"store the page of {comparison.name}", create_page, get_run_logger().warning)
 
 
 class _Progress:
@@ -224,9 +224,3 @@ def _untracked_at_worst() -> Iterator[None]:
 
 def _has_ended(planned: Trial) -> bool:
     return core.run_folder(planned.config, planned.run_id).summary.exists()
-
-
-def _what_failed(trials: list[Trial], failures: Mapping[str, str]) -> str:
-    failed = [each for each in trials if each.run_id in failures]
-    named = "; ".join(f"{each.arm} seed {each.seed}: {failures[each.run_id]}" for each in failed)
-    return f"{len(failed)} of {len(trials)} trials failed: {named}; the report compares the others"

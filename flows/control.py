@@ -19,6 +19,7 @@ import msgspec
 
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.run.command import run_command
+from areal_core.run.roles import python
 from flows.machine import secret_values, told
 from flows.places import WORK
 from flows.services import MARK, Services
@@ -121,7 +122,7 @@ def serve() -> None:
             database.create(name)
         services.start(
             "prefect-server",
-            _module("flows.prefect_server", "--host", control.address, "--port", str(control.prefect_port)),
+            python("flows.prefect_server", "--host", control.address, "--port", control.prefect_port),
             {
                 "DO_NOT_TRACK": "1",
                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -133,8 +134,8 @@ def serve() -> None:
         )
         services.start(
             "mlflow",
-            _module(
-                *("mlflow", "server", "--host", control.address, "--port", str(control.mlflow_port)),
+            python(
+                *("mlflow", "server", "--host", control.address, "--port", control.mlflow_port),
                 *("--backend-store-uri", database.url("mlflow"), "--artifacts-destination", control.artifacts),
                 *("--app-name", "basic-auth", "--workers", "2"),
             ),
@@ -156,10 +157,6 @@ def serve() -> None:
         print("Prefect and MLflow respond.", flush=True)
         for line in services.watch():
             print(line, file=sys.stderr, flush=True)
-
-
-def _module(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, *arguments]
 
 
 if __name__ == "__main__":

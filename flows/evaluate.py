@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
@@ -25,7 +24,7 @@ from areal_core.run.evaluation import Result
 from areal_core.run.folders import tracking_uri
 from areal_core.tracking.pages import NOTE, run_page
 from flows.compose import benchmark_configs
-from flows.page import Progress, tie_to_worker, told
+from flows.page import Progress, show_table, tie_to_worker
 from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive, run_title
 
 
@@ -80,18 +79,11 @@ def _report(model: str, results: Sequence[Result], reference: str | None, config
         for result in results
         for figure, value in [*result.scores.rows(), *_compared(result, reference)]
     ]
-    log = get_run_logger().warning
-    told(
-        "store the table of scores",
-        lambda: create_table_artifact(rows, key=RESULT, description=f"Scores of {model}"),
-        log,
-    )
+    show_table("the table of scores", rows, key=RESULT, title=f"Scores of {model}")
     places = [{"what": f"{result.benchmark}, page", "value": str(result.page)} for result in results]
     if uri := tracking_uri(config):
         places.append({"what": "tracking", "value": _track(uri, model, results, config)})
-    told(
-        "store the links of the evaluation", lambda: create_table_artifact(places, key=PLACES, description="Links"), log
-    )
+    show_table("the links of the evaluation", places, key=PLACES, title="Links")
 
 
 def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:

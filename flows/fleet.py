@@ -249,18 +249,15 @@ class Fleet:
             self._give(share)  # its node was replaced meanwhile
 
     def _mark(self, host: Host, why: str) -> None:
-        if self._supply is not None and self._replacements > 0:
-            self._replacements -= 1
-            self._bad[host.name] = why
-            return
-        budget = (
-            ""
-            if self._supply is None
-            else f"; no replacement is left (provision.replacements={self.config.replacements})"
-        )
+        if self._supply is not None:
+            if self._replacements > 0:
+                self._replacements -= 1
+                self._bad[host.name] = why
+                return
+            why += f"; no replacement is left (provision.replacements={self.config.replacements})"
         for share in self.shares:
             if share.seen.node == host.id:
-                self._give_up(share, why + budget)
+                self._give_up(share, why)
 
     def _replace(self) -> None:
         if self._replacing is not None and self._replacing.done():

@@ -20,7 +20,6 @@ from typing import Any
 from uuid import UUID
 
 from prefect import get_client, get_run_logger, task
-from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
@@ -36,7 +35,7 @@ from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
 from flows.compose import configure
 from flows.fleet import Fleet
-from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, told
+from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, show_table, told
 from flows.provision.cost import Meter, split
 from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, control_outputs
@@ -110,7 +109,6 @@ def teardown(nodes: LeasedNodes | None) -> None:
 @task(cache_policy=NO_CACHE)
 def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     """Report the cost of the nodes by use: an artifact of the flow run, and MLflow metrics of the run."""
-    log = get_run_logger()
     idle = {role: {"idle": share} for role, share in summary.idle.items()}
     if generated := summary.tokens.generated:  # stale: share of dropped tokens in the servers' busy time
         its = idle.setdefault("generation", {"idle": 0.0})
@@ -121,7 +119,7 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     ]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     rows = [{column: row.get(column, "-") for column in columns} for row in rows]
-    told("store the cost of the nodes", lambda: create_table_artifact(rows, key=COST, description="Cost"), log.warning)
+    show_table("the cost of the nodes", rows, key=COST, title="Cost")
     info = RunInfo(**json.loads(store.get_bytes("run.json")))
     if info.tracking_uri is None or info.tracking_run_id is None:
         return
@@ -135,14 +133,13 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
     try:
         add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps)
     except TrackingError as error:
-        log.warning("MLflow: could not record the cost of the run: %s", error)
+        get_run_logger().warning("MLflow: could not record the cost of the run: %s", error)
 
 
 def _show_plan(plan: Plan) -> None:
     rows = [{"what": change.action, "resource": change.address} for change in plan.changes]
-    log = get_run_logger()
-    log.info("plan: %s", plan)
-    told("store the plan", lambda: create_table_artifact(rows, key=PLAN, description=str(plan)), log.warning)
+    get_run_logger().info("plan: %s", plan)
+    show_table("the plan", rows, key=PLAN, title=str(plan))
 
 
 # ---- inside ----
@@ -235,15 +232,8 @@ def _watch(
             _show_progress(fleet, progress, client)
             if nodes is not None and (spent := nodes.spent()).is_over(fleet.config.budget):
                 mark(client, fleet.leading.id, f"{FINISH}budget")
-                alerts.show(
-                    [
-                        Alert(
-                            kind="budget",
-                            step=0,
-                            text=f"the nodes have cost ${spent.dollars():.2f}, more than provision.budget",
-                        )
-                    ]
-                )
+                text = f"the nodes have cost ${spent.dollars():.2f}, more than provision.budget"
+                alerts.show([Alert(kind="budget", step=0, text=text)])
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
     deadline = time.monotonic() + _SEE_S  # the other nodes notice the end by themselves

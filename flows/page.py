@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
-from prefect import get_client
+from prefect import get_client, get_run_logger
+from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events import emit_event
@@ -122,6 +124,14 @@ def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -
                     log(f"Prefect's server does not respond; retrying to {what}: {error}")
                 waiting = True
             time.sleep(_AGAIN_S)
+
+
+def show_table(what: str, rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
+    """Show a table on the page of this flow run, under the artifact key `key`.
+
+    `what` names the table in the log if the server refuses it or stays down."""
+    create = partial(create_table_artifact, [dict(row) for row in rows], key=key, description=title)
+    told(f"store {what}", create, get_run_logger().warning)
 
 
 class Alerts:

@@ -6,13 +6,12 @@ from dataclasses import asdict
 from functools import partial
 
 from prefect import flow, get_client, get_run_logger
-from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ArealError
-from flows.page import tie_to_worker, told
+from flows.page import show_table, tie_to_worker, told
 from flows.provision.reaper import reaper_of
 from flows.shares import forget
 from flows.stack import STATE
@@ -35,11 +34,8 @@ def areal_reap(store: str | None = None) -> State:
 
     def forget_run(run: str) -> None:
         with get_client(sync_client=True) as client:
-            told(
-                f"delete the work queues of run {run}",
-                partial(forget, client, run, ProvisionConfig.work_pool),
-                log.warning,
-            )
+            forget_it = partial(forget, client, run, ProvisionConfig.work_pool)
+            told(f"delete the work queues of run {run}", forget_it, log.warning)
 
     try:
         reaper = reaper_of(STATE, store, log.info, forget_run)
@@ -52,11 +48,7 @@ def areal_reap(store: str | None = None) -> State:
     if not reaped:
         return Completed(message="nothing to destroy")
     rows = [{column.replace("_", " "): value or "" for column, value in asdict(one).items()} for one in reaped]
-    told(
-        "store the table of destroyed nodes",
-        lambda: create_table_artifact(rows, key=REAPED, description="Destroyed"),
-        log.warning,
-    )
+    show_table("the table of destroyed nodes", rows, key=REAPED, title="Destroyed")
     if failed := [one for one in reaped if one.failed]:
         return Failed(message="; ".join(map(str, failed)))
     return Completed(message=", ".join(one.run for one in reaped))

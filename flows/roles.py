@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.futures import wait
@@ -29,7 +29,7 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
-from flows.page import Alerts, CancelUnheard, Progress, told
+from flows.page import Alerts, CancelUnheard, Progress, show_table, told
 from flows.shared import RESULT, SUMMARY, TRACKING
 
 THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Any: Prefect's annotations reject this runner
@@ -103,13 +103,9 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
     """Show the result as artifacts of the flow run: a table, and a page with links.
     The run's folder has it too."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
-    page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
-    told(
-        f"store the result, which is in {run_dir.summary}",
-        lambda: create_table_artifact(rows, key=RESULT, description=title),
-        log,
-    )
-    told(f"store the page of {summary.run_id}", lambda: create_markdown_artifact(page, key=SUMMARY), log)
+    page, name = result_markdown(summary.run_id, rows), summary.run_id
+    show_table(f"the result, which is in {run_dir.summary}", rows, key=RESULT, title=f"Result of {name}")
+    told(f"store the page of {name}", lambda: create_markdown_artifact(page, key=SUMMARY), get_run_logger().warning)
 
 
 def _untracked(run_dir: RunDir) -> str | None:

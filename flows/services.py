@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from areal_core.errors import ProcessError
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
+from areal_core.launch.supervisor import StopSignal
 from areal_core.launch.sweeper import end_marked, poll
 
 MARK = "AREAL_STACK"  # environment variable of all descendants
@@ -43,10 +43,6 @@ class _Service:
         return f"{name} {how}: {log.last_lines(name, 1)} ({log.path})"
 
 
-def log_file(folder: Path, name: str) -> LogFile:
-    return LogFile(folder / f"{name}.log")
-
-
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
     """This process has received a signal to end."""
 
@@ -59,14 +55,11 @@ class Services:
     def __init__(self, *, cwd: Path, logs: Path) -> None:
         self._cwd, self._logs = cwd, logs
         self._services: list[_Service] = []
-        self._asked, self._ask = os.pipe()
+        self._asked = StopSignal()
 
     def __enter__(self) -> Services:
-        def ask(_signum: int, _frame: FrameType | None) -> None:
-            os.write(self._ask, b"x")
-
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, ask)
+            signal.signal(signum, lambda *_: self._asked.set())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -101,7 +94,7 @@ class Services:
         It is restarted up to `restarts` times; if a `needed` service then ends, all services end."""
         options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
         again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
-        log = log_file(self._logs, name)
+        log = LogFile(self._logs / f"{name}.log")
         # Third-party programs don't call `process.adopt`. `foreign` is safe: no thread of this process holds a lock.
         # An optional service (MLflow) first receives the last metrics of runs; then the sweeper ends it.
         started = children.start(
@@ -146,7 +139,7 @@ class Services:
     def _ended(self, timeout_s: float | None) -> list[_Service]:
         """Services that have ended.
         Waits up to `timeout_s` for one, or for the stop request, which raises _StopAsked."""
-        ended = poll([self._asked, *(service.process.pidfd for service in self._services)], timeout_s)
-        if self._asked in ended:
+        ended = poll([self._asked.fileno(), *(service.process.pidfd for service in self._services)], timeout_s)
+        if self._asked.fileno() in ended:
             raise _StopAsked
         return [service for service in self._services if service.process.pidfd in ended]

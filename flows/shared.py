@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_core.errors import (
-    ConfigError,
-    DivergenceError,
-    ModelError,
-    StorageError,
-    TrackingError,
-    UserCodeError,
-)
+from areal_core import errors
 from flows.compose import experiments
 
 PROGRESS = "areal-progress"  # artifact keys
@@ -27,12 +20,12 @@ PLACES = "areal-places"
 TRACKING = "areal-tracking"
 
 HOPELESS = (  # permanent errors: a retry would fail too
-    ConfigError,
-    DivergenceError,
-    ModelError,
-    StorageError,
-    TrackingError,
-    UserCodeError,
+    errors.ConfigError,
+    errors.DivergenceError,
+    errors.ModelError,
+    errors.StorageError,
+    errors.TrackingError,
+    errors.UserCodeError,
 )
 
 # Parameter types; Prefect's form shows their choices and bounds.

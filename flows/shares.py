@@ -20,13 +20,7 @@ from uuid import UUID, uuid4
 from prefect import get_client
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -107,7 +101,7 @@ class Shares:
         return str(made.id)
 
     def seen(self, ids: Iterable[str]) -> dict[str, Seen]:
-        chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(each) for each in ids]))
+        chosen = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[UUID(each) for each in ids]))
         return {str(run.id): _seen(run) for run in self._client.read_flow_runs(flow_run_filter=chosen)}
 
     def lose(self, share: str, reason: str) -> None:
@@ -194,9 +188,9 @@ def mark(client: SyncPrefectClient, flow_run_id: str, tag: str) -> None:
 
 
 def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:
-    chosen = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[f"run:{run_id}"]),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
+    chosen = filters.FlowRunFilter(
+        tags=filters.FlowRunFilterTags(all_=[f"run:{run_id}"]),
+        state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_UNFINISHED)),
     )
     return client.read_flow_runs(flow_run_filter=chosen)
 

@@ -29,11 +29,12 @@ from areal_core.config.fields import refuse_credentials
 from areal_core.config.groups import MLFLOW_CREDENTIALS
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
+from areal_core.launch.logs import LogFile
 from areal_core.launch.supervisor import FileLock
 from areal_core.launch.sweeper import end_marked
 from areal_core.storage.rundir import write_json
 from flows.places import STATE, WORK
-from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
+from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services
 
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
@@ -104,7 +105,7 @@ class Launch:
         self._process = children.start(
             "stack",
             [sys.executable, "-m", "flows.stack", owner, str(report)],
-            log=log_file(LOGS, "stack"),
+            log=LogFile(LOGS / "stack.log"),
             environment={MARK: self._mark},
             grace_s=_WORKER_GRACE_S + 2 * GRACE_S,
             cwd=WORK,
@@ -271,13 +272,11 @@ def _claimed(port: int) -> bool:
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as probe:
+    with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _any_port() -> int:
@@ -288,11 +287,9 @@ def _any_port() -> int:
 
 def responds(url: str) -> bool:
     """Whether the server at `url` responds with status 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+        return response.status == 200
+    return False
 
 
 if __name__ == "__main__":  # started by `Launch`

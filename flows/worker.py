@@ -20,14 +20,8 @@ from uuid import UUID
 
 import yaml
 from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas import filters
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.schemas.automations import AutomationCore
@@ -50,10 +44,8 @@ NODES_POOL = "areal-nodes"  # served by the workers of the nodes
 _LIMITS = {POOL: 1, CLOUD_POOL: 16}  # concurrent flow runs on this machine
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-_API_TIMEOUT_S, _NAMED_TIMEOUT_S = (
-    90.0,
-    5.0,
-)  # patience with a server that is starting, and with a server that the user names
+_API_TIMEOUT_S = 90.0  # patience with a server that is starting
+_NAMED_TIMEOUT_S = 5.0  # patience with a server that the user names
 _PROBE_INTERVAL_S = 0.1
 
 
@@ -84,8 +76,10 @@ async def _prepare() -> list[UUID]:
     """Create work pools and automations; return the ids of paused deployments."""
     async with get_client() as client:
         await _until_healthy(client)
+        template = ProcessWorker.get_default_base_job_template()
         for pool in (*_LIMITS, NODES_POOL):
-            await _make_pool(client, pool)
+            with contextlib.suppress(ObjectAlreadyExists):
+                await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
         await make_automations(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
@@ -155,16 +149,12 @@ async def _until_healthy(client: PrefectClient) -> None:
         ) from None
 
 
-async def _make_pool(client: PrefectClient, name: str) -> None:
-    template = ProcessWorker.get_default_base_job_template()
-    with contextlib.suppress(ObjectAlreadyExists):
-        await client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-
-
 async def _mark_crashed(client: PrefectClient) -> None:
     """Mark flow runs as crashed whose worker or server has died."""
-    unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
-    pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[*_LIMITS]))
+    unfinished = filters.FlowRunFilter(
+        state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_UNFINISHED))
+    )
+    pool = filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[*_LIMITS]))
     for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
         state = Crashed(message="Its worker or the Prefect server died; retry the flow run to resume it.")
         await client.set_flow_run_state(left.id, state, force=True)

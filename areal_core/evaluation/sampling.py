@@ -205,9 +205,9 @@ class Collector:
                 try:
                     scored = await rollouts.scored()
                     break
+                except SessionLostError:
+                    continue
                 except RewardError as error:
-                    if isinstance(error, SessionLostError):
-                        continue
                     self._failures[problem.task].failed_try(error)
                     if (tries := tries + 1) >= self._config.rollout.max_tries:
                         self._failures[problem.task].settled(Counter({Outcome.FAILED: n}), str(error))

@@ -182,18 +182,19 @@ def scored(records: Sequence[Record]) -> Scores:
     for record in records:
         for name, value in record.greedy.metrics.items():
             numbers[name].append(value)
+    tasks = dict.fromkeys(record.task for record in records if record.task)  # none outside of a mixture
     powers = [2**exponent for exponent in range(samples.bit_length())]  # 1, 2, 4, ... up to the number of samples
     return Scores(
         problems=len(records),
         samples=samples,
         greedy=estimate(_right(records)),
-        pass_at={k: _pass_at(records, k) for k in powers},
+        pass_at={k: estimate(_pass_at(records, k)) for k in powers},
         majority_at={k: value for k in powers if k > 2 and (value := _majority_at(records, k))},
         outcomes={outcome: outcomes[outcome] for outcome in Outcome if outcomes[outcome]},
         truncated=sum(sample.truncated for sample in everything),
         mean_tokens=sum(sample.tokens for sample in everything) / len(everything),
         means={name: sum(values) / len(values) for name, values in numbers.items()},
-        of_tasks={task: float(_right(its).mean()) for task, its in _by_task(records).items()},
+        of_tasks={task: float(_right([each for each in records if each.task == task]).mean()) for task in tasks},
     )
 
 
@@ -204,8 +205,7 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
         raise ConfigError("benchmarks: must hold the same problems for both models; their problems differ")
     found = {"greedy": difference(_right(records), _right(reference))}
     if all(record.samples for record in (*records, *reference)):
-        ours, theirs = (np.array([_share(record.samples) for record in each]) for each in (records, reference))
-        found["pass_at_1"] = difference(ours, theirs)
+        found["pass_at_1"] = difference(_pass_at(records, 1), _pass_at(reference, 1))
     return found
 
 
@@ -230,18 +230,10 @@ def _right(records: Sequence[Record]) -> NDArray[np.float64]:
     return np.array([float(record.greedy.correct) for record in records])
 
 
-def _by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each task of a mixture."""
-    found: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        if record.task:
-            found[record.task].append(record)
-    return found
-
-
-def _pass_at(records: Sequence[Record], k: int) -> Estimate:
+def _pass_at(records: Sequence[Record], k: int) -> NDArray[np.float64]:
+    """pass@k of each problem, shape [P]."""
     correct = np.array([sum(sample.correct for sample in record.samples) for record in records])
-    return estimate(pass_at_k(correct, np.array([len(record.samples) for record in records]), k))
+    return pass_at_k(correct, np.array([len(record.samples) for record in records]), k)
 
 
 def _majority_at(records: Sequence[Record], k: int) -> Estimate | None:
@@ -253,10 +245,6 @@ def _majority_at(records: Sequence[Record], k: int) -> Estimate | None:
         for record in records
     ]
     return estimate(np.array([majority_at_k(answers, right, k) for answers, right in votes]))
-
-
-def _share(samples: Sequence[Sample]) -> float:
-    return sum(sample.correct for sample in samples) / len(samples)
 
 
 def _shown(value: Estimate) -> str:

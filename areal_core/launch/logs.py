@@ -27,7 +27,7 @@ INDEX = "AREAL_INDEX"  # index of a process in its role; unset if a person start
 LOG_BYTES, LOG_FILES = 16 * 2**20, 4  # size at which a log is rotated; number of rotated files to keep
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step \d+\] )?(.*)")
 _TAIL_BYTES = 64 * 1024  # most new log bytes to read at once; older ones stay in the file
-_LINE_CHARS = 500
+LINE_CHARS = 500  # longest line to show
 _LAST_LINES = 6  # log lines in an error message
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class LogFile:
         if self._start_in_older is not None:
             data = _tail(older(self.path, 1), self._start_in_older)[0] + data
         shown = [plain(line, name) for line in data.decode(errors="replace").splitlines()]
-        return " | ".join([shortened(line.strip()) for line in shown if line.strip()][-count:]) or "(it is empty)"
+        return " | ".join([line.strip()[:LINE_CHARS] for line in shown if line.strip()][-count:]) or "(it is empty)"
 
 
 def older(path: Path, number: int) -> Path:
@@ -169,10 +169,6 @@ def shift(path: Path, files: int) -> None:
     for number in range(files, 1, -1):
         if older(path, number - 1).exists():
             older(path, number - 1).replace(older(path, number))
-
-
-def shortened(line: str) -> str:
-    return line[:_LINE_CHARS]
 
 
 def _tail(path: Path, start: int) -> tuple[bytes, int]:

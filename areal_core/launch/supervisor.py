@@ -372,7 +372,7 @@ class Supervisor:
     def _forward_log(self, child: _Member) -> None:
         name = child.process.name
         for line in child.process.log.new_lines():
-            (self.forward or self.log)(f"{name}: {logs.shortened(logs.plain(line, name))}")
+            (self.forward or self.log)(f"{name}: {logs.plain(line, name)[: logs.LINE_CHARS]}")
 
 
 @dataclass

@@ -103,16 +103,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     """Memory need of each kind of process on a device. Raises ConfigError if the run can't be placed."""
     check_placement(config, spec)
     memory = memory_bytes_per_device
-    state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
-    needs: tuple[Need, ...]
-    if config.mode == "async":
-        field, advice = _training_remedy(config, state, run)
-        needs = (
-            Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice),
-            _server(config, spec, memory),
-        )
-    else:
-        needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
+    needs = (*_ranks(config, spec, memory), _server(config, spec, memory))
     return Footprint(config=config, needs=needs, completions=full_completions(config, spec, memory))
 
 
@@ -151,20 +142,24 @@ def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
     )
 
 
-def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run: Parts) -> Iterator[Need]:
-    """Memory needs in synchronous mode, with a rank and a server on one GPU.
+def _ranks(config: RunConfig, spec: ModelSpec, memory: float) -> Iterator[Need]:
+    """Memory needs of a rank; in synchronous mode, with a server on the same GPU.
     A sleeping vLLM server has freed its model weights and KV cache, but the rank keeps its state while the server
     generates. Without sleep, both keep all of their memory. The embedded engine never frees memory."""
+    state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
+    field, advice = _training_remedy(config, state, run)
+    if config.mode == "async":
+        yield Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice)
+        return
     if config.generation_traits.own_server:
         served = config.generation.vllm.memory_share * memory
     else:
         served = sum(_server(config, spec, memory).parts.values()) - MARGIN * memory
     if not config.sleeps or not config.generation_traits.sleeps:
-        parts, advice = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
-        yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=advice)
+        parts, needed = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
+        yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=needed)
         return
     parts, who = state | run | {"sleeping server": SLEEPING}, "rank beside a sleeping server"
-    field, advice = _training_remedy(config, state, run)
     yield Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
     parts, field = _with_margin(state | {"server": served}, memory), "generation.vllm.memory_share"
     yield Need(who="server beside a rank", limit=memory, parts=parts, field=field, advice="lower it")

@@ -140,9 +140,8 @@ class TimeModel:
         self._flops_per_s = degree * 1e12 * self._device.tflops
         self._all_reduces = _ALL_REDUCES * self.cost.spec.layers if degree > 1 else 0  # all-reduces per decode step
         # A ring all-reduce sends (degree - 1) / degree of the data twice: to reduce, and to gather.
-        self._reduced_s = (
-            2 * (degree - 1) / degree * self.cost.spec.hidden_size * _BYTES / (1e9 * self._device.link_gb_per_s)
-        )
+        sent = 2 * (degree - 1) / degree * self.cost.spec.hidden_size * _BYTES  # bytes per sequence
+        self._reduced_s = sent / (1e9 * self._device.link_gb_per_s)
         room = degree * config.memory_share * 1e9 * self._device.memory_gb - self.cost.weight_bytes
         self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # tokens in a server's KV caches
         if self.kv_tokens < 1:

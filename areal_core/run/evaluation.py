@@ -106,51 +106,86 @@ def evaluate(
     run = RunDir.create(served, info, kind="evaluations")
     busy = f"name: {info.run_id} is already running; wait for its end or choose another name"
     with FileLock(run.launcher_lock, timeout_s=_OWNER_S, busy=busy):
-        return asyncio.run(_evaluated(run, benchmarks, tokenizer, reference, log, on_progress))
+        its = _Evaluation(run=run, tokenizer=tokenizer, reference=reference, log=log, on_progress=on_progress)
+        return asyncio.run(its.results(benchmarks))
 
 
-async def _evaluated(
-    run: RunDir,
-    benchmarks: list[Benchmark],
-    tokenizer: Tokenizer,
-    reference: str | None,
-    log: Log,
-    on_progress: Progress,
-) -> list[Result]:
-    run.forget_ready()
-    results: list[Result] = []
-    stop, servers = StopSignal(), None  # the servers start when the first benchmark needs them
-    try:
-        for benchmark in benchmarks:
-            with RecordFile(run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
-                if len(records) < len(benchmark.problems):
-                    servers = servers or asyncio.ensure_future(asyncio.to_thread(_supervise, run, stop, log))
-                    await _complete(run, servers, records, benchmark, tokenizer, on_progress)
-                results.append(_result(run, benchmark, records, reference))
-    finally:
-        stop.set()
-        if servers is not None:
-            await asyncio.wait([servers])
-    return results
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """An evaluation whose folder is `run`. Raises the errors of the sampling and of the servers."""
 
+    run: RunDir
+    tokenizer: Tokenizer
+    reference: str | None
+    log: Log
+    on_progress: Progress
 
-def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: str | None) -> Result:
-    found, page = tuple(records.records), records.path.with_suffix(".html")
-    scores = scored(found)
-    write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
-    write_page(page, f"{run.root.name}: {benchmark.name}", found, scores)
-    others = None
-    if reference is not None:
-        others = read_records(_records_file(benchmark.config, reference, benchmark.name))
-    return Result(
-        benchmark=benchmark.name,
-        scores=scores,
-        records=found,
-        above={} if others is None else compared(found, others),
-        about=benchmark.about,
-        records_file=records.path,
-        page=page,
-    )
+    async def results(self, benchmarks: list[Benchmark]) -> list[Result]:
+        self.run.forget_ready()
+        results: list[Result] = []
+        stop, servers = StopSignal(), None  # the servers start when the first benchmark needs them
+        try:
+            for benchmark in benchmarks:
+                with RecordFile(self.run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
+                    if len(records) < len(benchmark.problems):
+                        servers = servers or asyncio.ensure_future(asyncio.to_thread(self._supervise, stop))
+                        await self._complete(servers, records, benchmark)
+                    results.append(self._result(benchmark, records))
+        finally:
+            stop.set()
+            if servers is not None:
+                await asyncio.wait([servers])
+        return results
+
+    def _result(self, benchmark: Benchmark, records: RecordFile) -> Result:
+        found, page = tuple(records.records), records.path.with_suffix(".html")
+        scores = scored(found)
+        write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
+        write_page(page, f"{self.run.root.name}: {benchmark.name}", found, scores)
+        above: Mapping[str, Difference] = {}
+        if self.reference is not None:
+            above = compared(found, read_records(_records_file(benchmark.config, self.reference, benchmark.name)))
+        return Result(
+            benchmark=benchmark.name,
+            scores=scores,
+            records=found,
+            above=above,
+            about=benchmark.about,
+            records_file=records.path,
+            page=page,
+        )
+
+    async def _complete(self, supervised: asyncio.Future[None], records: RecordFile, benchmark: Benchmark) -> None:
+        """Sample all problems without records."""
+        config, model_path = benchmark.config, self.run.info().model_path
+        rewards = open_rewards(config, model_path, min(_WORKERS, len(os.sched_getaffinity(0))))
+        collector = Collector(
+            benchmark,
+            records,
+            self.tokenizer,
+            rewards,
+            stop_token_ids=stops_by_task(config, self.tokenizer, model_path),
+            on_record=lambda done: self.on_progress(benchmark.name, done, len(benchmark.problems)),
+        )
+        count, completions = self.run.config().generation_servers, config.completions_per_server
+        servers = OwnServers(self.run, config, role="generation", count=count, completions=completions)
+        working = asyncio.ensure_future(servers.work_on(collector, base_version(model_path)))
+        try:
+            await asyncio.wait((working, supervised), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                supervised.result()
+            await working
+            await collector.finished()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            await rewards.close()
+
+    def _supervise(self, stop: StopSignal) -> None:
+        """Supervise the generation servers in a thread until `stop` is set."""
+        config = self.run.config()
+        spec = role_specs(self.run, config, sorted(os.sched_getaffinity(0)))["generation"]
+        Supervisor(self.run, spec, config.launch, stop=stop, log=self.log).run()
 
 
 def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
@@ -163,44 +198,3 @@ def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
     model = path.parent.name if path.name == "final" else path.stem  # the final model of a run: use the run's name
     digest = hashlib.sha256(repr([benchmark.about for benchmark in benchmarks]).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', model)[:100].strip('-') or 'model'}-{digest[:8]}"
-
-
-async def _complete(
-    run: RunDir,
-    supervised: asyncio.Future[None],
-    records: RecordFile,
-    benchmark: Benchmark,
-    tokenizer: Tokenizer,
-    on_progress: Progress,
-) -> None:
-    """Sample all problems without records. Raises the error of the sampling or of the servers."""
-    config, model_path = benchmark.config, run.info().model_path
-    rewards = open_rewards(config, model_path, min(_WORKERS, len(os.sched_getaffinity(0))))
-    collector = Collector(
-        benchmark,
-        records,
-        tokenizer,
-        rewards,
-        stop_token_ids=stops_by_task(config, tokenizer, model_path),
-        on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
-    )
-    count, completions = run.config().generation_servers, config.completions_per_server
-    servers = OwnServers(run, config, role="generation", count=count, completions=completions)
-    working = asyncio.ensure_future(servers.work_on(collector, base_version(model_path)))
-    try:
-        await asyncio.wait((working, supervised), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            supervised.result()
-        await working
-        await collector.finished()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        await rewards.close()
-
-
-def _supervise(run: RunDir, stop: StopSignal, log: Log) -> None:
-    """Supervise the generation servers in a thread until `stop` is set."""
-    config = run.config()
-    spec = role_specs(run, config, sorted(os.sched_getaffinity(0)))["generation"]
-    Supervisor(run, spec, config.launch, stop=stop, log=log).run()

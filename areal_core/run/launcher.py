@@ -280,9 +280,8 @@ class Run:
         if self._info.tracking_uri is None:
             return
         try:
-            outbox = Outbox(self.run_dir.outbox, self._info.run_id)
-            outbox.end(status)
-            outbox.close()
+            with closing(Outbox(self.run_dir.outbox, self._info.run_id)) as outbox:
+                outbox.end(status)
         except (TrackingError, sqlite3.Error) as error:
             self._log(f"can't record the end of the run for tracking: {error}")
             self._stop_tracker.set()

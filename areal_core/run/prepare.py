@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -157,10 +157,8 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         "mlflow.source.git.commit": revision and revision.removesuffix("-dirty"),
     }
     for package in _TAGGED_PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):  # an optional package
             tags[f"version.{package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an optional package
     return {name: value for name, value in tags.items() if value}
 
 
@@ -178,10 +176,9 @@ def _description(config: RunConfig, checkpoint_url: str, flow_run_page: str | No
 def _git_revision() -> str | None:
     """The git commit of this source tree, marked -dirty if files differ; None outside of a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 def _check_base(stored: CheckpointInfo | None, model: Path) -> None:

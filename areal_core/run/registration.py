@@ -101,7 +101,9 @@ class ServerRegistration:
                 if controller is None or not self._ready():
                     continue
                 for lost in self._lost(client, servers.values()):
-                    self._kill(lost)
+                    with suppress(ProcessLookupError):  # the server has already exited
+                        signal.pidfd_send_signal(lost.pidfd, signal.SIGKILL)
+                        self.log(f"the controller removed the generation server at {lost.url}: killed")
                     del servers[lost.name]
                     unregistered.discard(lost.name)
                 for name in sorted(unregistered):
@@ -121,11 +123,6 @@ class ServerRegistration:
         except ArealError:
             return []
         return [server for server in servers if server.url in urls]
-
-    def _kill(self, server: _Server) -> None:
-        with suppress(ProcessLookupError):  # the server has already exited
-            signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-            self.log(f"the controller removed the generation server at {server.url}: killed")
 
     def _register(self, client: ControllerClient, server: _Server) -> bool:
         """Whether the server has joined. The wait is short: a slow server must not delay killing lost ones."""

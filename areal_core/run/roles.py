@@ -120,7 +120,7 @@ def interpreter(path: str | None) -> str:
 
 
 def python(module: str, *arguments: Any) -> list[str]:
-    """The command line of a module of this package, run by this interpreter."""
+    """The command line of a Python module, run by this interpreter."""
     return [sys.executable, "-m", module, *map(str, arguments)]
 
 

@@ -36,11 +36,8 @@ def main() -> int:
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)
     announce_ready(ready_file)
     heartbeat.say("sending queued metrics", waits_for="MLflow")  # requests to MLflow have their own time limits
-    return 0 if forwarder.run(_stop_signal_within) else 128 + signal.SIGTERM
-
-
-def _stop_signal_within(seconds: float) -> bool:
-    return signal.sigtimedwait(_STOP_SIGNALS, seconds) is not None
+    sent = forwarder.run(lambda seconds: signal.sigtimedwait(_STOP_SIGNALS, seconds) is not None)
+    return 0 if sent else 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

@@ -123,16 +123,12 @@ class Forwarder:
     def _send_some(self) -> bool:
         """Send at most one batch of points and one document; returns whether more items wait."""
         if not self._opened:
-            self._open()
+            if self._outbox.ended() is None and self._client.get_run(self._run_id).info.status != "RUNNING":
+                self._client.update_run(self._run_id, status="RUNNING")  # an earlier launcher had ended it
+            self._opened = True
         self._send_metrics()
         self._send_document()
         return self._outbox.unsent() > 0
-
-    def _open(self) -> None:
-        """Mark a resumed run as running again."""
-        if self._outbox.ended() is None and self._client.get_run(self._run_id).info.status != "RUNNING":
-            self._client.update_run(self._run_id, status="RUNNING")
-        self._opened = True
 
     def _send_metrics(self) -> None:
         if self._doubtful:

@@ -24,7 +24,7 @@ os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself retr
 os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import HTTPError
 
@@ -44,10 +44,9 @@ _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 
 def check_reachable(uri: str) -> None:
     """Raise TrackingError, naming tracking.uri, unless MLflow responds within 10 seconds."""
-    _check_scheme(uri)
     _check_file(uri)
-    with _reporting(uri):
-        MlflowClient(uri).search_experiments(max_results=1)
+    with _connected(uri) as client:
+        client.search_experiments(max_results=1)
 
 
 def start_run(
@@ -64,9 +63,7 @@ def start_run(
     sets with name, digest, source and context (training or evaluation). Values above MLflow's length limits are cut and
     marked.
     """
-    _check_scheme(uri)
-    client = MlflowClient(uri)
-    with _reporting(uri):
+    with _connected(uri) as client:
         run = client.create_run(
             _experiment(client, uri, _cut(experiment, _MAX_NAME)),
             run_name=_cut(name, _MAX_NAME),
@@ -87,9 +84,7 @@ def start_run(
 def resume_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> bool:
     """Reopen an earlier run with new tags and config.json; parameters can't change. Raises TrackingError.
     Returns False if the run does not exist any more."""
-    _check_scheme(uri)
-    client = MlflowClient(uri)
-    with _reporting(uri):
+    with _connected(uri) as client:
         if not _exists(client, run_id):
             return False
         client.update_run(run_id, status="RUNNING")
@@ -110,8 +105,8 @@ def add_to_run(
 ) -> None:
     """Log metrics of one step, and add files and tables to artifacts in `folder`. Raises TrackingError.
     `tables` maps the name of a table to its rows."""
-    client, now_ms = MlflowClient(uri), int(time.time() * 1000)
-    with _reporting(uri):
+    now_ms = int(time.time() * 1000)
+    with _connected(uri) as client:
         client.log_batch(run_id, metrics=[Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
         for file in files:
             client.log_artifact(run_id, str(file), folder)
@@ -147,14 +142,14 @@ def append_note(client: MlflowClient, run_id: str, text: str) -> None:
 
 def end_run(uri: str, run_id: str, status: EndStatus) -> None:
     """Record how a run ended. Raises TrackingError."""
-    with _reporting(uri):
-        MlflowClient(uri).set_terminated(run_id, status)
+    with _connected(uri) as client:
+        client.set_terminated(run_id, status)
 
 
 def experiment_of(uri: str, run_id: str) -> str:
     """The id of a run's experiment. Raises TrackingError."""
-    with _reporting(uri):
-        return str(MlflowClient(uri).get_run(run_id).info.experiment_id)
+    with _connected(uri) as client:
+        return str(client.get_run(run_id).info.experiment_id)
 
 
 def tag(key: str, value: str) -> RunTag:
@@ -183,7 +178,7 @@ def _exists(client: MlflowClient, run_id: str) -> bool:
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """The id of the experiment `name`, created if missing."""
+    """The id of the experiment `name`, created if missing, with its description and tags up to date."""
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -198,21 +193,16 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             f"tracking.uri: experiment {name!r} keeps its artifacts on an MLflow server; set the server's URL, "
             f"got {shown(uri)}"
         )
-    for key, value in _experiment_tags(found).items():
+    table = f"Training runs: [table with modes, scores and speeds]({table_path(found.experiment_id)})"
+    tags = {
+        "mlflow.experimentKind": "custom_model_development",  # selects MLflow's pages for training runs
+        VIEW_TAG: view(found.creation_time or 0),
+        NOTE: found.tags.get(NOTE, table),  # keeps a description that a person has written
+    }
+    for key, value in tags.items():
         if found.tags.get(key) != value:
             client.set_experiment_tag(found.experiment_id, key, value)
     return found.experiment_id
-
-
-def _experiment_tags(experiment: Experiment) -> dict[str, str]:
-    """Tags that select MLflow's pages for training runs, and add a table of runs to the description.
-    The link to the table is left out if a person has written another description."""
-    table = f"Training runs: [table with modes, scores and speeds]({table_path(experiment.experiment_id)})"
-    return {
-        "mlflow.experimentKind": "custom_model_development",
-        VIEW_TAG: view(experiment.creation_time or 0),
-        NOTE: experiment.tags.get(NOTE, table),
-    }
 
 
 def _artifact_folder(uri: str) -> str | None:
@@ -232,13 +222,6 @@ def _check_file(uri: str) -> None:
             raise TrackingError(f"tracking.uri: can't write to {shown(uri)}: {error}") from error
 
 
-def _check_scheme(uri: str) -> None:
-    if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
-        raise TrackingError(
-            f"tracking.uri: {shown(uri)!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
-        )
-
-
 def _is_database(uri: str) -> bool:
     return urlsplit(uri).scheme.partition("+")[0] in _DATABASES
 
@@ -255,9 +238,14 @@ def _cut(text: str, length: int) -> str:
 
 
 @contextmanager
-def _reporting(uri: str) -> Iterator[None]:
+def _connected(uri: str) -> Iterator[MlflowClient]:
+    """A client of MLflow at `uri`. Within the `with`, its errors become TrackingError."""
+    if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
+        raise TrackingError(
+            f"tracking.uri: {shown(uri)!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
+        )
     try:
-        yield
+        yield MlflowClient(uri)
     except FAILURES as error:
         named = os.environ.get("MLFLOW_TRACKING_URI") == uri
         field = "MLFLOW_TRACKING_URI" if named else "tracking.uri"

@@ -23,15 +23,11 @@ def main(arguments: Sequence[str]) -> None:
     cli.add_settings(parser, "; state_dir= is the folder of runs")
     options = parser.parse_intermixed_args(arguments)
     table = Table("servers", "ranks", "speedup", "overrides", title=f"Splits by the rates of {options.run}")
-    for split in _splits(options.run, compose("cpu-async", options.settings)):
+    for split in splits(options.run, compose("cpu-async", options.settings)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)
 
 
-def best(run_id: str, config: RunConfig) -> Split:
-    """The best split by the rates of a run in the state folder of `config`. Raises ConfigError."""
-    return _splits(run_id, config)[0]
-
-
-def _splits(run_id: str, config: RunConfig) -> list[Split]:
+def splits(run_id: str, config: RunConfig) -> list[Split]:
+    """Splits by the rates of a run in the state folder of `config`, best first. Raises ConfigError."""
     return splits_of_run(RunDir(WORK / config.state_dir / "runs" / check_file_name("run", run_id)))

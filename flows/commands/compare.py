@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from areal_core.errors import ConfigError
@@ -51,14 +52,8 @@ def parameters(settings: Sequence[str], arm: Sequence[str] | None = None, name: 
     name = name or generated_name(first, secrets.token_hex(6))
     start = Comparison(name=name, experiment=first, arms=DEFAULT_ARMS, seeds=[1, 2, 3], overrides=overrides)
     known = read_comparison(start.folder())
-    start = known or start
-    chosen = Comparison(
-        name=name,
-        experiment=experiment or start.experiment,
-        arms=_arms(arm) if arm else start.arms,
-        seeds=seeds or start.seeds,
-        overrides=overrides or start.overrides,
-    )
+    given = {"experiment": experiment, "arms": _arms(arm or ()), "seeds": seeds, "overrides": overrides}
+    chosen = replace(known or start, matched=True, **{field: value for field, value in given.items() if value})
     (chosen.continuing(known) if known else chosen).trials()  # raises ConfigError for any invalid setting
     return chosen.parameters()
 

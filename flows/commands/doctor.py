@@ -53,7 +53,8 @@ def findings() -> Iterator[Finding]:
     yield Finding("memory", memory >= _MEMORY_GIB, f"{memory:.1f} GiB free", f"must be at least {_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(WORK).free / _GIB
     yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"must be at least {_DISK_GIB} GiB")
-    yield from _servers()
+    up = stack.running()
+    yield Finding("servers", True, f"up: {up.pages}" if up else "down; start them with areal up")
     yield _sandbox()
     packages = (WORK / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
     vllm = ", ".join(sorted(folder.stem for folder in packages))
@@ -81,11 +82,6 @@ def _accelerator() -> Iterator[Finding]:
     yield Finding("GPU", devices != "0", devices, "the default run needs no GPU", needed=False)
 
 
-def _servers() -> Iterator[Finding]:
-    up = stack.running()
-    yield Finding("servers", True, f"up: {up.pages}" if up else "down; start them with areal up")
-
-
 def _sandbox() -> Finding:
     """Run a program in the sandbox: bubblewrap may be installed but lack permissions."""
     found, mend = "bubblewrap", "environment.verifier=code needs bubblewrap; install it with areal setup sandbox"
@@ -94,11 +90,6 @@ def _sandbox() -> Finding:
     except ConfigError as error:
         found = str(error).removeprefix("environment.sandbox: ").partition("; ")[0]
     return Finding("sandbox", found == "bubblewrap", found, mend, needed=False)
-
-
-def _describe_model(path: str, overrides: Sequence[str]) -> None:
-    for what, found in _of_model(path, overrides):
-        print(f"{what:32} {found}")
 
 
 def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -126,12 +117,9 @@ def main(arguments: Sequence[str]) -> None:
     cli.add_settings(parser, " of the shown prompt")
     options = parser.parse_intermixed_args(arguments)
     if options.model is not None:
-        _describe_model(options.model, options.settings)
-    else:
-        _describe_machine()
-
-
-def _describe_machine() -> None:
+        for what, found in _of_model(options.model, options.settings):
+            print(f"{what:32} {found}")
+        return
     print(f"{socket.gethostname()}: {platform.platform()}")
     missing: list[str] = []
     for finding in findings():

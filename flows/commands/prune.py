@@ -18,7 +18,6 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.run.command import Parser
 from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows import cli
 from flows.compose import compose
@@ -29,7 +28,16 @@ _WIDTH = 160  # columns, without a terminal
 def main(arguments: Sequence[str]) -> None:
     """Show the runs, ask, and delete.
     Raises ConfigError, and ProcessError if a deletion failed or was not confirmed."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = cli.parser("prune", "", "--run OLD-RUN --run OTHER", "--older 30 --yes storage.url=s3://bucket/prefix")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="NAME", help="delete this run; repeat for several runs"
+    )
+    parser.add_argument(
+        "--older", type=float, metavar="DAYS", help="delete runs that have not changed for this many days"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    cli.add_settings(parser)
+    options = parser.parse_intermixed_args(arguments)
     chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.settings)
     runs = held_runs(config, print)
@@ -88,16 +96,3 @@ def _table(runs: Sequence[HeldRun]) -> Table:
         changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
         table.add_row(run.run_id, changed, run.state, *(decimal(size) if size else "-" for size in sizes))
     return table
-
-
-def _parser() -> Parser:
-    parser = cli.parser("prune", "", "--run OLD-RUN --run OTHER", "--older 30 --yes storage.url=s3://bucket/prefix")
-    parser.add_argument(
-        "--run", action="append", default=[], metavar="NAME", help="delete this run; repeat for several runs"
-    )
-    parser.add_argument(
-        "--older", type=float, metavar="DAYS", help="delete runs that have not changed for this many days"
-    )
-    parser.add_argument("--yes", action="store_true", help="delete without asking")
-    cli.add_settings(parser)
-    return parser

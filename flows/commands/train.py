@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     def chosen() -> dict[str, Any]:
         its = overrides
         if options.split is not None:
-            split = advise.best(options.split, compose(experiment, overrides))
+            split = advise.splits(options.split, compose(experiment, overrides))[0]
             print(f"Split of devices from run {options.split}: {split.servers} servers, {split.ranks} ranks.")
             its = [*overrides, *split.overrides]
         if options.multirun:

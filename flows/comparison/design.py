@@ -53,43 +53,6 @@ class Trial:
     config: RunConfig
 
 
-def plan_trials(
-    comparison: str,
-    experiment: str,
-    arms: Mapping[str, Sequence[str]],
-    seeds: Sequence[int],
-    overrides: Sequence[str] = (),
-    *,
-    matched: bool = True,
-) -> list[Trial]:
-    """Plan all trials of a comparison, in execution order. `overrides` hold for every arm.
-
-    With `matched` False, arms may differ in any field. Raises ConfigError, one line, for wrong names, seeds or
-    overrides, and for arms that don't match."""
-    for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
-        check_name(field, name)
-    if matched and len(arms) < 2:
-        raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
-    if not seeds:
-        raise ConfigError("seeds: must be at least 1, got 0")
-    if len(set(seeds)) != len(seeds):
-        raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
-    compose(experiment, overrides)  # an error in the common overrides names no arm
-    composed = {arm: _compose(arm, experiment, overrides, own) for arm, own in arms.items()}
-    trials: list[Trial] = []
-    for position, seed in enumerate(seeds):
-        configs: dict[str, RunConfig] = {}
-        for arm, config in composed.items():
-            with _named(arm):
-                configs[arm] = load(replace(config, seed=seed).to_dict())
-        if matched:
-            check_matched(configs)
-        first = position % len(arms)
-        for arm in [*arms, *arms][first : first + len(arms)]:
-            trials.append(Trial(arm=arm, seed=seed, run_id=f"{comparison}.{arm}.s{seed}", config=configs[arm]))
-    return trials
-
-
 def generated_name(experiment: str, unique: str) -> str:
     """Name of an unnamed comparison: the experiment and `unique`, a string of letters and digits."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", experiment)[: _MAX_NAME - len(unique) - 1].strip("-")
@@ -201,7 +164,7 @@ def _differs(arm: str, field: str, value: object, reference: str, other: object)
 # ---- the comparison as a whole, kept in its folder ----
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """A comparison: arms times seeds over one experiment. Its folder stores it for a later continuation.
 
@@ -222,8 +185,31 @@ class Comparison:
         return dataclasses.asdict(self)
 
     def trials(self) -> list[Trial]:
-        """All trials, in execution order. Raises ConfigError, as `plan_trials` does."""
-        return plan_trials(self.name, self.experiment, self.arms, self.seeds, self.overrides, matched=self.matched)
+        """All trials, in execution order.
+
+        Raises ConfigError, one line, for wrong names, seeds or overrides, and for arms that don't match."""
+        for field, name in [("comparison", self.name), *(("arms", arm) for arm in self.arms)]:
+            check_name(field, name)
+        if self.matched and len(self.arms) < 2:
+            raise ConfigError(f"arms: must be at least 2, got {len(self.arms)}")
+        if not self.seeds:
+            raise ConfigError("seeds: must be at least 1, got 0")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, self.seeds))}")
+        compose(self.experiment, self.overrides)  # an error in the common overrides names no arm
+        composed = {arm: _compose(arm, self.experiment, self.overrides, own) for arm, own in self.arms.items()}
+        trials: list[Trial] = []
+        for position, seed in enumerate(self.seeds):
+            configs: dict[str, RunConfig] = {}
+            for arm, config in composed.items():
+                with _named(arm):
+                    configs[arm] = load(replace(config, seed=seed).to_dict())
+            if self.matched:
+                check_matched(configs)
+            first = position % len(configs)
+            for arm in [*configs, *configs][first : first + len(configs)]:
+                trials.append(Trial(arm=arm, seed=seed, run_id=f"{self.name}.{arm}.s{seed}", config=configs[arm]))
+        return trials
 
     def folder(self) -> Path:
         """Folder of the plan and report, below the `state_dir` of the arms. Raises ConfigError."""

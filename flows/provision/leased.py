@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -106,9 +106,9 @@ class LeasedNodes:
         store_s = min(_STORE_S, length_s / 6)
         self._leases = leases or Leases(Storage.open(f"s3://{foundation['bucket']}", patience_s=store_s))
         self._cloud = cloud or cloud_of(foundation)
-        self._patience_s = patience_s
         if patience_s is None:
-            self._patience_s = length_s + self._leases.margin_s + _BUSY_S if by == "flow" else 0.0
+            patience_s = length_s + self._leases.margin_s + _BUSY_S if by == "flow" else 0.0
+        self._patience_s = patience_s
         self._prices = prices or {}
         self.run = str(self.request["run"])
         self._changing = threading.RLock()
@@ -125,7 +125,7 @@ class LeasedNodes:
             self._nodes = nodes = Nodes(
                 self.request,
                 self._state,
-                busy_s=max(_BUSY_S, self._patience_s or 0.0),
+                busy_s=max(_BUSY_S, self._patience_s),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
                 stop_s=_STOP_S if self._by == "flow" else _GRACE_S,
@@ -138,7 +138,7 @@ class LeasedNodes:
                 self._length_s,
                 request=self.request,
                 kept_until=self._kept_until,
-                patience_s=self._patience_s or 0.0,
+                patience_s=self._patience_s,
             )
             nodes.variables["epoch"] = held.lease.holder[:_EPOCH]
             self._touched = not held.fresh
@@ -291,10 +291,9 @@ class LeasedNodes:
 
     def _lock(self) -> dict[str, Any] | None:
         """The lock of Terraform's state: a dict with ID, Created and Who; None if there is none."""
-        try:
+        with suppress(MissingError):
             return json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
-        except MissingError:
-            return None
+        return None
 
     def _seen(self, hosts: list[Host]) -> list[Host]:
         with self._metering:

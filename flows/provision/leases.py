@@ -177,11 +177,8 @@ class Leases:
         """Why the claimant can't have the existing lease; None if it can."""
         now = self.clock.wall()
         if claimant.by == "reaper":
-            return (
-                None
-                if self.is_over(found)
-                else f"run {found.run}: the lease of {found.owner} on its nodes runs until {found.expires}"
-            )
+            runs = f"run {found.run}: the lease of {found.owner} on its nodes runs until {found.expires}"
+            return None if self.is_over(found) else runs
         died = (found.where, found.by) == (claimant.where, claimant.by)
         if found.held_until is not None and not died and now <= found.held_until + self.margin_s:
             whose = "the reaper" if found.by == "reaper" else f"a {found.by} of {found.owner}"
@@ -310,10 +307,9 @@ class Held:
             raise self._is_lost()
 
     def _is_ours(self, data: bytes | None) -> bool:
-        try:
+        with contextlib.suppress(*_UNREADABLE):
             return data is not None and msgspec.json.decode(data, type=Lease).holder == self.lease.holder
-        except _UNREADABLE:
-            return False
+        return False
 
     def _check(self) -> None:
         if self.lost is not None:

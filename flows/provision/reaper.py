@@ -123,10 +123,8 @@ class Reaper:
             return None
         except ArealError as error:
             return self._told(replace(known, failed=str(error)))
-        counts = Counter(each.kind for each in found)
-        ended = (
-            ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing (no resource was left)"
-        )
+        counts = sorted(Counter(each.kind for each in found).items())
+        ended = ", ".join(f"{count} {kind}" for kind, count in counts) or "nothing (no resource was left)"
         return self._told(replace(known, ended=ended, cost=_cost(meter)))
 
     def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:

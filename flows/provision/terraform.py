@@ -265,11 +265,10 @@ def _failure(command: str, code: int, reason: str) -> ProvisionError:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) else None
+    with contextlib.suppress(ValueError):
+        if isinstance(said := json.loads(line), dict):
+            return said
+    return None
 
 
 def _one_line(diagnostic: Mapping[str, Any]) -> str:

@@ -186,11 +186,8 @@ class Files:
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file of a model folder. Raises OSError."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.startswith("."):
-            found[path.name] = {"size": path.stat().st_size, "digest": weights_digest(path)}
-    return found
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith("."))
+    return {path.name: {"size": path.stat().st_size, "digest": weights_digest(path)} for path in files}
 
 
 def append(file: Path, offset: int, data: bytes, *, limit: int, older: int | None) -> tuple[bool, int]:

@@ -85,7 +85,10 @@ class VersionCache:
 
     async def _bring(self, version: PolicyVersion, source: Head) -> PolicyVersion:
         if version.version == 0:
-            return await asyncio.to_thread(self._base, version)
+            base = await asyncio.to_thread(weights.base_version, self._run.info().model_path)
+            if base.digest != version.digest:
+                raise StorageError(f"version 0: {base.path} has digest {base.digest}, expected {version.digest}")
+            return base
         here = self._here.pop(version.version, None)
         if here is None or here.digest != version.digest:
             here = await asyncio.to_thread(self._fetched, version, source)
@@ -93,12 +96,6 @@ class VersionCache:
         if self._kept is not None:
             await self.release(list(self._here)[: -self._kept])
         return here
-
-    def _base(self, version: PolicyVersion) -> PolicyVersion:
-        base = weights.base_version(self._run.info().model_path)
-        if base.digest != version.digest:
-            raise StorageError(f"version 0: {base.path} has digest {base.digest}, expected {version.digest}")
-        return base
 
     def _fetched(self, version: PolicyVersion, source: Head) -> PolicyVersion:
         scratch = self._run.weights / f".v{version.version}.{version.digest[:16]}"

@@ -28,7 +28,6 @@ from flows.comparison.design import (
     Trial,
     check_matched,
     differences,
-    plan_trials,
     read_comparison,
 )
 from flows.comparison.parent import Parent, open_parent
@@ -49,7 +48,7 @@ def _config(**dotted: Any) -> RunConfig:
 
 
 def test_trials_of_a_seed_are_neighbours_and_every_arm_is_first_in_turn() -> None:
-    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [7, 8, 9, 10, 11])
+    trials = Comparison("study", "cpu-async", DEFAULT_ARMS, [7, 8, 9, 10, 11]).trials()
     arms = list(DEFAULT_ARMS)
     turns = [arms, arms[1:] + arms[:1], arms[2:] + arms[:2], arms[3:] + arms[:3], arms]
     order = [(seed, arm) for seed, turn in zip([7, 8, 9, 10, 11], turns, strict=True) for arm in turn]
@@ -60,7 +59,7 @@ def test_trials_of_a_seed_are_neighbours_and_every_arm_is_first_in_turn() -> Non
 
 
 def test_arms_of_a_seed_really_match() -> None:
-    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [5, 6], ["task.held_out=16"])
+    trials = Comparison("study", "cpu-async", DEFAULT_ARMS, [5, 6], ["task.held_out=16"]).trials()
     prompts = {}
     for trial in trials:
         source = open_source(trial.config, char_tokenizer())
@@ -97,7 +96,7 @@ FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]
 def test_the_papers_arms_match(experiment: str) -> None:
     """Table 1. The two differ in how devices are used, and in nothing else."""
     arms = {"sync": [f"experiment={experiment}-sync"], "async": [], "eta-1": ["rollout.max_staleness=1"]}
-    sync, own, eta_1 = (trial.config for trial in plan_trials("paper", experiment, arms, [1], FILES))
+    sync, own, eta_1 = (trial.config for trial in Comparison("paper", experiment, arms, [1], FILES).trials())
     assert own == dataclasses.replace(compose(experiment, FILES), seed=1)
     assert (sync.mode, own.mode, eta_1.max_staleness) == ("sync", "async", 1)
     assert {name for name, _, _ in differences(own, sync)} == {
@@ -107,10 +106,10 @@ def test_the_papers_arms_match(experiment: str) -> None:
 
 def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
     arms = {"sync": ["mode=sync"], "crowded": ["generation.servers=2", "training.ranks=2"]}
-    plan_trials("s", "cpu-async", arms, [1])  # confined to two cores, whatever it starts
+    Comparison("s", "cpu-async", arms, [1]).trials()  # confined to two cores, whatever it starts
     said = r"^arms\.crowded: launch\.devices: must be at least 4 where accelerators are"
     with pytest.raises(ConfigError, match=said):
-        plan_trials("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
+        Comparison("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"]).trials()
 
 
 def test_a_server_of_several_gpus_counts_as_so_many() -> None:
@@ -125,8 +124,8 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"comparison": "a study"}, "comparison: a name must be letters, digits and single dashes, got 'a study'"),
-        ({"comparison": "s" * 61}, f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
+        ({"name": "a study"}, "comparison: a name must be letters, digits and single dashes, got 'a study'"),
+        ({"name": "s" * 61}, f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
         ({"arms": {"sync": []}}, "arms: must be at least 2, got 1"),
         ({"seeds": []}, "seeds: must be at least 1, got 0"),
         ({"seeds": [1, 2, 1]}, "seeds: must be distinct, got 1, 2, 1"),
@@ -136,9 +135,9 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
     ],
 )
 def test_plan_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
-    asked = {"comparison": "s", "experiment": "cpu-async", "arms": _ARMS, "seeds": [1], **changed}
+    asked: dict[str, Any] = {"name": "s", "experiment": "cpu-async", "arms": _ARMS, "seeds": [1], **changed}
     with pytest.raises(ConfigError) as error:
-        plan_trials(**asked)
+        Comparison(**asked).trials()
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
 
@@ -218,7 +217,7 @@ class Runs:
 
 
 def _trials(state: Path) -> list[Trial]:
-    return plan_trials("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"])
+    return Comparison("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"]).trials()
 
 
 def test_result_is_what_the_run_left(tmp_path: Path) -> None:
@@ -253,7 +252,7 @@ def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
     run_trial(made, log=print, execute=Runs([made]))
 
     def found(*overrides: str) -> TrialResult:
-        return load_result(plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", *overrides])[0])
+        return load_result(Comparison("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", *overrides]).trials()[0])
 
     other = found("stop.minutes=3")
     assert other.failure == "stop.minutes: must be 3.0 as planned, but the finished run t.sync.s1 has None"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from flows.comparison.design import Trial, plan_trials
+from flows.comparison.design import Comparison, Trial
 from flows.comparison.intervals import Interval, median_interval, paired_difference, paired_ratio, verdict
 from flows.comparison.measures import (
     common_target,
@@ -148,7 +148,7 @@ _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness
 
 
 def _trials(seeds: Sequence[int] = (1, 2, 3), *overrides: str) -> list[Trial]:
-    return plan_trials("study", "cpu-async", _ARMS, seeds, ["training.steps=10", *overrides])
+    return Comparison("study", "cpu-async", _ARMS, seeds, ["training.steps=10", *overrides]).trials()
 
 
 def _known(trial: Trial, **known: float) -> TrialResult:

@@ -11,7 +11,7 @@ from prefect.logging import disable_run_logger
 from prefect.states import Failed
 
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, StorageError
-from flows import compare, reap
+from flows import compare, page, reap
 from flows.compare import _worth_another_try
 from flows.provision.reaper import Reaped
 
@@ -69,7 +69,8 @@ def test_flow_ends_with_what_the_reaper_has_done(
         return None if reaped is None else SimpleNamespace(reap=do)
 
     monkeypatch.setattr(reap, "reaper_of", reaper_of)
-    monkeypatch.setattr(reap, "told", lambda what, *_: said.append(what))
+    for module in (reap, page):
+        monkeypatch.setattr(module, "told", lambda what, *_: said.append(what))
     monkeypatch.setattr(reap, "get_client", lambda **_: contextlib.nullcontext())
     with disable_run_logger():
         state = reap.areal_reap.fn()
