@@ -246,5 +246,5 @@ def benchmark_configs(
         file = [f"task.held_out_path={quoted(path)}"] if path else []
         configs[name] = compose(EVALUATION, [f"task={name}", *file, f"model.path={quoted(model)}", *common])
     if not configs:
-        raise ConfigError("benchmarks: must be at least 1, got 0; name one, as in gsm8k=test.jsonl")
+        raise ConfigError("benchmarks: must name at least one, such as gsm8k or gsm8k=test.jsonl, got none")
     return {name: with_final_model(config) for name, config in configs.items()}

@@ -69,10 +69,9 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_task(config: RunConfig) -> None:
-    if config.task.name != "arithmetic" and config.model.path is None:
-        raise ConfigError(
-            f"model.path: task.name={config.task.name} needs a model; the embedded one only knows arithmetic"
-        )
+    name, path = config.task.name, config.model.path
+    wanted = f"set with task.name={name}, because the embedded model only supports arithmetic"
+    require(name == "arithmetic" or path is not None, "model.path", wanted, path)
     scored, score = config.evaluated, config.stop.score
     require(scored or score is None, "stop.score", "null when no version is evaluated", score)
 
@@ -93,9 +92,9 @@ def _check_engines(config: RunConfig) -> None:
     wanted = f"{names(TRAINING_ENGINES, 'emulates', config.emulated)} with generation.engine={config.generation.engine}"
     emulates = TRAINING_ENGINES.get(engine, TrainingTraits()).emulates
     require(config.emulated == emulates, "training.engine", wanted, engine)
-    wanted = f"{TrainingConfig.zero_stage} with training.engine={engine}, whose ranks share no state"
-    unset = stage == TrainingConfig.zero_stage
-    require(unset or config.training_traits.shards, "training.zero_stage", wanted, stage)
+    default = TrainingConfig.zero_stage
+    wanted = f"{default}, the default, with training.engine={engine}, which does not shard training state"
+    require(stage == default or config.training_traits.shards, "training.zero_stage", wanted, stage)
 
 
 def _check_lora(config: RunConfig) -> None:
@@ -129,10 +128,10 @@ def _check_evaluation(config: RunConfig) -> None:
     if not config.evaluated:
         return
     evaluation, lent, score = config.evaluation, not config.evaluation.servers, config.stop.score
-    wanted = "at least 1 with a single generation server, which an evaluation can't borrow"
+    wanted = "at least 1 with generation.servers=1, because 0 borrows a generation server and would leave none"
     require(not lent or config.generation_servers > 1, "evaluation.servers", wanted, evaluation.servers)
     if config.scores_at_the_end:
-        late = "with evaluation.servers=0 and generation.sleep=true, which evaluates versions after the training"
+        late = "with evaluation.servers=0 and generation.sleep=true, because versions are then scored after training"
         require(score is None, "stop.score", f"null {late}", score)
     shared = lent or config.launch.accelerator == "cpu"
     why = "evaluation.servers=0, which borrows the run's servers" if lent else "launch.accelerator=cpu"

@@ -20,11 +20,11 @@ def configuration(source: Path | Mapping[str, Any], settings: Sequence[str]) -> 
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{setting or repr(setting)}: a setting looks like training.steps=5")
+            raise ConfigError(f"{setting or repr(setting)}: must be of the form field=value, such as training.steps=5")
         try:
             value = yaml.safe_load(text)
         except (ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{name}: {text!r:.80} is not a value: {one_line(error)}") from error
+            raise ConfigError(f"{name}: must be a YAML value, got {text!r:.80}: {one_line(error)}") from error
         values = merge(values, name, value)
     return load(values)
 

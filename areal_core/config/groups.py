@@ -186,14 +186,14 @@ class GenerationConfig:
 
     def check(self) -> None:
         check_name("generation.engine", self.engine, GENERATION_ENGINES)
-        if self.temperature > (most := known_generation(self.engine).max_temperature):
-            raise ConfigError(
-                f"generation.temperature: must be at most {most:g} with engine={self.engine}, got {self.temperature:g}"
-            )
+        most = known_generation(self.engine).max_temperature
+        wanted = f"at most {most:g} with engine={self.engine}"
+        require(self.temperature <= most, "generation.temperature", wanted, self.temperature)
         try:
             shlex.split(self.vllm.arguments)
         except ValueError as error:
-            raise ConfigError(f"generation.vllm.arguments: {error}, in {self.vllm.arguments!r}") from None
+            said = f"must be in shell syntax, got {self.vllm.arguments!r}: {error}"
+            raise ConfigError(f"generation.vllm.arguments: {said}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,11 +431,8 @@ class ProvisionConfig:
 
     def check(self) -> None:
         for role, nodes in (("generation", self.generation), ("trainer", self.trainer)):
-            if (nodes.gpu == "none") != (nodes.gpus == 0):
-                raise ConfigError(
-                    f"provision.{role}.gpus: must be 0 with gpu=none and at least 1 otherwise, "
-                    f"got {nodes.gpus} of {nodes.gpu}"
-                )
+            wanted = f"{'0' if nodes.gpu == 'none' else 'at least 1'} with gpu={nodes.gpu}"
+            require((nodes.gpu == "none") == (nodes.gpus == 0), f"provision.{role}.gpus", wanted, nodes.gpus)
             if nodes.max_price is not None and not nodes.spot:
                 raise ConfigError(f"provision.{role}.max_price: must be null without spot=true; set price instead")
             if self.budget is not None and self.kind == "terraform" and nodes.count and self.dollars(nodes) is None:
@@ -460,5 +457,5 @@ def shell_pairs(name: str, text: str) -> dict[str, str]:
     except ValueError:
         raise ConfigError(f"{name}: must be NAME=value pairs in shell syntax, got {text!r}") from None
     if wrong := [word for word in pairs if not word.isidentifier()]:
-        raise ConfigError(f"{name}: {wrong[0]!r} is not the name of an environment variable")
+        raise ConfigError(f"{name}: names must be letters, digits and underscores, got {wrong[0]!r}")
     return pairs

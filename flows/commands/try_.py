@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         print(problem)
     if any(hopeless for hopeless, _ in report.problems):
         raise ProcessError("this run can't learn: see above")
-    print("This run can learn." if not report.problems else "This run can learn, but slowly: see above.")
+    print(f"This run can learn{', but slowly, because of the fields above' if report.problems else ''}.")
 
 
 def _indented(text: str) -> str:

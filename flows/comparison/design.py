@@ -138,20 +138,16 @@ def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
 
     Asynchronous servers and ranks may outnumber the cores and then share them, as a run is confined to launch.devices
     cores. Nothing confines emulated devices; `areal_core.config.schema` has a rule for them."""
-    devices, per_server = config.launch.devices, config.devices_per_server
-    all_of_them = f"launch.devices ({devices})"
-    for_servers = all_of_them if per_server == 1 else f"{all_of_them} / {per_server} a server"
-    for name, count, most, limit, phase in (
-        ("generation.servers", config.generation_servers, devices // per_server, for_servers, "generates"),
-        ("training.ranks", config.training_ranks, devices, all_of_them, "trains"),
+    devices = config.launch.devices
+    for name, count, each, phase in (
+        ("generation.servers", config.generation_servers, config.devices_per_server, "generate"),
+        ("training.ranks", config.training_ranks, 1, "train"),
     ):
-        if count > most:
-            raise ConfigError(f"arms.{arm}: {name} must be at most {limit}, got {count}")
-        if baseline and count != most:
-            raise ConfigError(
-                f"arms.{arm}: {name} must be {limit} in a synchronous reference, so that every device {phase}, "
-                f"got {count}"
-            )
+        most = devices // each
+        limit = f"{most} (launch.devices={devices}{f' / {each} devices per server' if each > 1 else ''})"
+        why = f", because a synchronous reference arm must {phase} on every device" if baseline else ""
+        if count > most or (baseline and count != most):
+            raise ConfigError(f"arms.{arm}: {name} must be {'' if baseline else 'at most '}{limit}{why}, got {count}")
 
 
 def _differs(arm: str, field: str, value: object, reference: str, other: object) -> ConfigError:
@@ -191,9 +187,10 @@ class Comparison:
         for field, name in [("comparison", self.name), *(("arms", arm) for arm in self.arms)]:
             check_name(field, name)
         if self.matched and len(self.arms) < 2:
-            raise ConfigError(f"arms: must be at least 2, got {len(self.arms)}")
+            advice = "define another one with --arm 'NAME: field=value'"
+            raise ConfigError(f"arms: must name at least 2 arms to compare, got {len(self.arms)}; {advice}")
         if not self.seeds:
-            raise ConfigError("seeds: must be at least 1, got 0")
+            raise ConfigError("seeds: must list at least one seed, as in seed=1,2,3, got none")
         if len(set(self.seeds)) != len(self.seeds):
             raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, self.seeds))}")
         compose(self.experiment, self.overrides)  # an error in the common overrides names no arm

@@ -79,7 +79,7 @@ def test_arms_of_a_seed_really_match() -> None:
             {"rollout__batch_size": 256},
             "rollout.batch_size * training.steps must be 512 * 25 as in sync, got 256 * 25",
         ),
-        ({"generation__servers": 3}, "generation.servers must be at most launch.devices (2), got 3"),
+        ({"generation__servers": 3}, "generation.servers must be at most 2 (launch.devices=2), got 3"),
         (_EMULATED, "generation.engine must be embedded as in sync, got emulated"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
     pairs = _config(mode="sync", generation__vllm__tensor_parallel=2, **gpus)
     check_matched({"sync": pairs, "async": _config(generation__vllm__tensor_parallel=2, training__ranks=2, **gpus)})
     weak = dataclasses.replace(pairs, generation=dataclasses.replace(pairs.generation, servers=3))
-    with pytest.raises(ConfigError, match=r"^arms\.sync: generation\.servers must be launch\.devices \(8\) / 2 a ser"):
+    with pytest.raises(ConfigError, match=r"^arms\.sync: generation\.servers must be 4 \(launch\.devices=8 / 2 dev"):
         check_matched({"sync": weak, "async": pairs})
 
 
@@ -126,8 +126,8 @@ def test_a_server_of_several_gpus_counts_as_so_many() -> None:
     [
         ({"name": "a study"}, "comparison: a name must be letters, digits and single dashes, got 'a study'"),
         ({"name": "s" * 61}, f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
-        ({"arms": {"sync": []}}, "arms: must be at least 2, got 1"),
-        ({"seeds": []}, "seeds: must be at least 1, got 0"),
+        ({"arms": {"sync": []}}, "arms: must name at least 2 arms to compare, got 1; define another"),
+        ({"seeds": []}, "seeds: must list at least one seed, as in seed=1,2,3, got none"),
         ({"seeds": [1, 2, 1]}, "seeds: must be distinct, got 1, 2, 1"),
         ({"arms": {"a": [], "b": ["seed=3"]}}, "arms.b: must not set seed; set it in seeds"),
         ({"arms": {"a": [], "b": ["training.step=3"]}}, "arms.b: training.step: no such field; did you mean tr"),
@@ -142,13 +142,13 @@ def test_plan_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("field", "does"), [("generation.servers", "generates"), ("training.ranks", "trains")])
+@pytest.mark.parametrize(("field", "does"), [("generation.servers", "generate"), ("training.ranks", "train")])
 def test_a_synchronous_reference_uses_every_device(field: str, does: str) -> None:
     weak = {field.replace(".", "__"): 1}
     with pytest.raises(ConfigError) as error:
         check_matched({"sync": _config(mode="sync", **weak), "async": _config()})
-    must = f"arms.sync: {field} must be launch.devices (2) in a synchronous reference, so that every device {does}"
-    assert str(error.value) == f"{must}, got 1"
+    why = f"because a synchronous reference arm must {does} on every device"
+    assert str(error.value) == f"arms.sync: {field} must be 2 (launch.devices=2), {why}, got 1"
     check_matched({"strong": _config(mode="sync"), "weak": _config(mode="sync", **weak)})  # others may be weak,
     check_matched({"async": _config(**weak), "sync": _config(mode="sync")})  # and so may what is no baseline,
     check_matched({"sync": _config(mode="sync", **weak, **_EMULATED), "async": _config(**_EMULATED)})  # or emulated

@@ -30,7 +30,7 @@ REFUSED = """
 generation.temperature=0.0
     generation.temperature: must be at least 0.01, got 0
 generation.vllm.arguments='x
-    generation.vllm.arguments: No closing quotation, in "'x"
+    generation.vllm.arguments: must be in shell syntax, got "'x": No closing quotation
 generation.engine=vllm generation.temperature=3.0
     generation.temperature: must be at most 2 with engine=vllm, got 3
 training.engine=emulated training.lora.rank=8 generation.engine=emulated
@@ -52,7 +52,7 @@ algorithm.objective=standard algorithm.behaviour_cap=2.0
 environment.verifier=code
     rollout.reward_timeout_s: must be at least 80 (8 * environment.program_cpu_s) with environment.verifier=code, got 20
 training.zero_stage=3
-    training.zero_stage: must be 2 with training.engine=torch, whose ranks share no state, got 3
+    training.zero_stage: must be 2, the default, with training.engine=torch, which does not shard training state, got 3
 training.lora.rank=8 training.lora.targets=q_proj,c_attn
     training.lora.targets: must be of q_proj, k_proj,
 algorithm.overlong_cache=113
@@ -70,9 +70,9 @@ training.ranks=2 training.hosts=2 launch.remote_roles=generation
 launch.remote_roles=both
     training.hosts: must be at least 2 with launch.remote_roles=both, where the head node is the first
 evaluation.servers=0 generation.servers=1
-    evaluation.servers: must be at least 1 with a single generation server, which an evaluation can't borrow, got 0
+    evaluation.servers: must be at least 1 with generation.servers=1, because 0 borrows a generation server and would
 mode=sync evaluation.servers=0 generation.sleep=true stop.score=0.9
-    stop.score: must be null with evaluation.servers=0 and generation.sleep=true, which evaluates versions after the tr
+    stop.score: must be null with evaluation.servers=0 and generation.sleep=true, because versions are then scored
 evaluation.accelerator=cuda
     evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'
 evaluation.accelerator=cuda evaluation.servers=0 generation.servers=2 launch.accelerator=cuda launch.devices=3
@@ -106,7 +106,7 @@ tasks.tools.task.max_operations=four
 tasks.tools.task.name=rows tasks.words.ratio=1 model.path=m
     tasks.tools.task.held_out_path: must name a file of prompts for evaluation with tasks.tools.task.name=rows
 tasks.words.task.name=rows tasks.words.task.held_out_path=h.jsonl
-    model.path: tasks.words.task.name=rows needs a model; the embedded one only knows arithmetic
+    model.path: must be set with tasks.words.task.name=rows, because the embedded model only supports arith
 tasks.one.ratio=2 tasks.two.environment.verifier=code
     rollout.reward_timeout_s: must be at least 80 (8 * environment.program_cpu_s) with tasks.two.environment
 """  # settings, and what the message begins with

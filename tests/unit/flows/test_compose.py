@@ -103,7 +103,7 @@ def test_the_name_of_a_run_is_its_final_model(tmp_path):
 @pytest.mark.parametrize(
     ("benchmarks", "told"),
     [
-        ([], r"benchmarks: must be at least 1, got 0; name one"),
+        ([], r"benchmarks: must name at least one, such as gsm8k"),
         (["needle", "needle"], r"benchmarks: names must be distinct, got needle twice"),
         (["needles"], r"task: 'needles' .*did you mean needle\?|task: .*needle"),
     ],
