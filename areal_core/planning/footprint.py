@@ -93,8 +93,8 @@ def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device:
     for need in plan.needs:
         if need.excess:
             raise ConfigError(
-                f"{need.field}: {need.who} needs {need.total / GIB:.1f} GiB of {need.limit / GIB:.1f} GiB, "
-                f"{need.excess / GIB:.1f} GiB too many: {need.shares}; {need.advice}"
+                f"{need.field}: a {need.who} needs {need.total / GIB:.1f} GiB of GPU memory, {need.excess / GIB:.1f} "
+                f"GiB more than its {need.limit / GIB:.1f} GiB: {need.shares}; {need.advice}"
             )
     return plan
 
@@ -114,7 +114,10 @@ def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, 
             return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
         return "training.microbatch_tokens", "lower it, and task.max_new_tokens if trajectories are that long"
     if not config.training_traits.shards:
-        return "training.engine", f"{names(TRAINING_ENGINES, 'shards')} shards the training state across ranks"
+        return (
+            "training.engine",
+            f"set it to {names(TRAINING_ENGINES, 'shards')}, which shards training state across ranks",
+        )
     return "training.zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"
 
 
@@ -147,22 +150,24 @@ def _ranks(config: RunConfig, spec: ModelSpec, memory: float) -> Iterator[Need]:
     A sleeping vLLM server has freed its model weights and KV cache, but the rank keeps its state while the server
     generates. Without sleep, both keep all of their memory. The embedded engine never frees memory."""
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
-    field, advice = _training_remedy(config, state, run)
+    remedy = _training_remedy(config, state, run)
+
+    def need(who: str, parts: Parts, field: str, advice: str) -> Need:
+        return Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
+
     if config.mode == "async":
-        yield Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice)
+        yield need("rank", state | run, *remedy)
         return
     if config.generation_traits.own_server:
         served = config.generation.vllm.memory_share * memory
     else:
         served = sum(_server(config, spec, memory).parts.values()) - MARGIN * memory
     if not config.sleeps or not config.generation_traits.sleeps:
-        parts, needed = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
-        yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=needed)
+        advice = "set generation.sleep=true and generation.engine=vllm"
+        yield need("rank beside a server", state | run | {"server": served}, "generation.sleep", advice)
         return
-    parts, who = state | run | {"sleeping server": SLEEPING}, "rank beside a sleeping server"
-    yield Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
-    parts, field = _with_margin(state | {"server": served}, memory), "generation.vllm.memory_share"
-    yield Need(who="server beside a rank", limit=memory, parts=parts, field=field, advice="lower it")
+    yield need("rank beside a sleeping server", state | run | {"sleeping server": SLEEPING}, *remedy)
+    yield need("server beside a rank", state | {"server": served}, "generation.vllm.memory_share", "lower it")
 
 
 def _with_margin(parts: Parts, memory: float) -> Parts:
@@ -178,8 +183,8 @@ def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     machine = f"launch.devices_per_host ({per_host})"
     if devices > per_host:
         require(devices % per_host == 0, "launch.devices", f"a multiple of {machine}", devices)
-        wanted = f"such that a server, tensor_parallel x data_parallel GPUs, does not span machines of {per_host}"
-        require(per_host % per_server == 0, "generation.vllm.tensor_parallel", wanted, per_server)
+        wanted = f"a divisor of {machine}, so that no server spans two machines"
+        require(per_host % per_server == 0, "generation.vllm.tensor_parallel * data_parallel", wanted, per_server)
         wanted = f"a multiple of {machine}, so that ranks fill whole machines"
         require(config.training_ranks % per_host == 0, "training.ranks", wanted, config.training_ranks)
     # vLLM partitions query heads evenly; key-value heads evenly, or each to the same number of GPUs.

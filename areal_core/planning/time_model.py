@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from areal_core.config.fields import require
 from areal_core.config.schema import EmulationConfig
-from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
 
 _BYTES = 2  # bytes per weight, KV cache entry and activation: half precision
@@ -144,10 +144,9 @@ class TimeModel:
         self._reduced_s = sent / (1e9 * self._device.link_gb_per_s)
         room = degree * config.memory_share * 1e9 * self._device.memory_gb - self.cost.weight_bytes
         self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # tokens in a server's KV caches
-        if self.kv_tokens < 1:
-            raise ConfigError(
-                f"emulation.tensor_parallel: {config.model} does not fit into {degree} x {config.accelerator}"
-            )
+        where = f"{degree} x {config.accelerator} (emulation.memory_share={config.memory_share:g})"
+        wanted = f"larger, because {config.model} leaves no memory for the KV cache on {where}"
+        require(self.kv_tokens >= 1, "emulation.tensor_parallel", wanted, degree)
 
     def decode_s(self, completions: int, context_tokens: float, steps: int = 1) -> float:
         """Time of `steps` decode steps of `completions` sequences, which first have `context_tokens` in all."""

@@ -62,7 +62,12 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
     ("training", "memory", "field", "advice"),
     [
         ({"ranks": 1}, 80, "zero_stage", "raise zero_stage (to 3) or ranks, or lower microbatch_tokens"),
-        ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shards the training state across ranks"),
+        (
+            {"engine": "torch", "zero_stage": 2},
+            80,
+            "engine",
+            "set it to deepspeed, which shards training state across ranks",
+        ),
         ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "if trajectories are that long"),
     ],
 )
@@ -70,7 +75,7 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     training: dict[str, Any], memory: float, field: str, advice: str
 ) -> None:
     said = refusal(config(training=training), memory * GIB)
-    assert said.startswith(f"training.{field}: rank needs ")
+    assert said.startswith(f"training.{field}: a rank needs ")
     assert said.endswith(advice)
 
 
@@ -79,14 +84,14 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     [
         (
             {"training": {"zero_stage": 2}},  # 14.19 + 14.19 + 42.56 + 28.37 + 3.73 + 6.4 = 109.43
-            "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 GiB too many: weights 14.2, gradients 14.2, "
-            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage (to 3) or ranks, or lower "
-            "microbatch_tokens",
+            "training.zero_stage: a rank needs 109.4 GiB of GPU memory, 29.4 GiB more than its 80.0 GiB: weights 14.2, "
+            "gradients 14.2, optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage (to 3) "
+            "or ranks, or lower microbatch_tokens",
         ),
         (
             {"training": {"ranks": 4}, "generation": {"vllm": {"memory_share": 0.2}}},
-            "generation.vllm.tensor_parallel: server needs 22.3 GiB of 16.0 GiB, 6.3 GiB too many: weights 14.2, "
-            "step 1.3, cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share",
+            "generation.vllm.tensor_parallel: a server needs 22.3 GiB of GPU memory, 6.3 GiB more than its 16.0 GiB: "
+            "weights 14.2, step 1.3, cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share",
         ),
     ],
 )
@@ -113,15 +118,17 @@ def test_a_server_that_sleeps_gives_its_memory_to_the_rank() -> None:
     assert generating.parts == state | {"server": 20 * GIB, "margin": MARGIN * EIGHTY}
     assert server.limit == 20 * GIB
     assert refusal(shared(sleep=True), spec=SMALL) == (  # 0.85 of 80 GiB
-        "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 GiB too many: "
-        "weights 3.8, gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
+        "generation.vllm.memory_share: a server beside a rank needs 112.1 GiB of GPU memory, 32.1 GiB more than "
+        "its 80.0 GiB: weights 3.8, gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
     )
 
 
 @pytest.mark.parametrize("generation", [{"vllm": {"memory_share": 0.25}}, {"engine": "embedded", "slots": 16}])
 def test_awake_both_have_all_of_theirs_at_once(generation: dict[str, Any]) -> None:
     said = refusal(shared(**generation), 60 * GIB, SMALL)
-    assert re.match(r"generation\.sleep: rank beside a server needs .* too many: .*; set it", said)
+    assert re.match(
+        r"generation\.sleep: a rank beside a server needs .*; set generation\.sleep=true and generation", said
+    )
     check_footprint(shared(**generation), SMALL, 160 * GIB)
 
 
@@ -147,15 +154,15 @@ def test_what_can_be_placed() -> None:
 
 HOST = "launch.devices_per_host (8)"
 HEADS = "must be a divisor of the model's 40 heads, and a divisor or multiple of 8 key-value heads, got"
-STRADDLES = "must be such that a server, tensor_parallel x data_parallel GPUs, does not span machines of 8, got"
+STRADDLES = f"tensor_parallel * data_parallel: must be a divisor of {HOST}, so that no server spans two machines, got"
 
 
 @pytest.mark.parametrize(
     ("devices", "ranks", "tensor", "data", "said"),
     [
         (12, 4, 1, 1, f"launch.devices: must be a multiple of {HOST}, got 12"),
-        (16, 8, 5, 1, f"generation.vllm.tensor_parallel: {STRADDLES} 5"),
-        (24, 8, 4, 3, f"generation.vllm.tensor_parallel: {STRADDLES} 12"),
+        (16, 8, 5, 1, f"generation.vllm.{STRADDLES} 5"),
+        (24, 8, 4, 3, f"generation.vllm.{STRADDLES} 12"),
         (16, 4, 1, 1, f"training.ranks: must be a multiple of {HOST}, so that ranks fill whole machines, got 4"),
         (8, 1, 3, 1, f"generation.vllm.tensor_parallel: {HEADS} 3"),
         (8, 1, 5, 1, f"generation.vllm.tensor_parallel: {HEADS} 5"),
