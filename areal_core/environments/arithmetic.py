@@ -12,9 +12,9 @@ import itertools
 import random
 from dataclasses import dataclass
 
+from areal_core.config.fields import require
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import SEED, is_held_out, reserved
-from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
@@ -75,11 +75,8 @@ def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain
     rng = random.Random(SEED)
     drawn = (draw(rng, max_operations, decay) for _ in itertools.count())
     chains = reserved(((chain.prompt, chain) for chain in drawn), count)
-    if len(chains) < count:
-        raise ConfigError(
-            f"task.held_out: must be at most about {len(chains)}, the distinct prompts reserved with "
-            f"task.max_operations={max_operations}, got {count}"
-        )
+    wanted = f"at most about {len(chains)}, the distinct prompts reserved with task.max_operations={max_operations}"
+    require(count <= len(chains), "task.held_out", wanted, count)
     return chains
 
 
@@ -89,11 +86,8 @@ class ArithmeticSource:
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         task = config.task
         longest = 2 * task.max_operations + 2
-        if longest > task.max_prompt_tokens:
-            raise ConfigError(
-                f"task.max_prompt_tokens: must be at least {longest} with "
-                f"task.max_operations={task.max_operations}, got {task.max_prompt_tokens}"
-            )
+        wanted = f"at least {longest} with task.max_operations={task.max_operations}"
+        require(task.max_prompt_tokens >= longest, "task.max_prompt_tokens", wanted, task.max_prompt_tokens)
         self._tokenizer, self._task, self._seed = tokenizer, task, config.seed
         chains = held_out_chains(task.held_out, task.max_operations, task.length_decay)
         self._held_out = [self._prompt(index, chain) for index, chain in enumerate(chains)]

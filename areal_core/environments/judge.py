@@ -47,7 +47,8 @@ class LanguageModelJudge:
         try:
             self._template = SandboxedEnvironment().from_string(its.prompt)
         except TemplateError as error:
-            raise ConfigError(f"environment.judge.prompt: {error}, in {its.prompt!r}") from error
+            said = f"must be a Jinja template, got {its.prompt!r}: {error}"
+            raise ConfigError(f"environment.judge.prompt: {said}") from error
         self._free = asyncio.Semaphore(its.at_once)
         self._next_s = 0.0  # event-loop time of the next allowed request
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()

@@ -14,6 +14,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+from areal_core.config.fields import require
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import SEED, is_held_out, reserved
 from areal_core.environments.dialogue import Dialogue
@@ -58,11 +59,9 @@ class ProceduralSource:
         task, of = self._task, (self._task.dataset or "", self._task.dataset_options, SEED)
         draws = ((entry(*of, draw)["question"], draw) for draw in itertools.count())
         found = reserved(draws, task.held_out, lambda draw: self._fits(self._prompt(0, SEED, draw)))
-        if len(found) < task.held_out:
-            raise ConfigError(
-                f"task.held_out: must be at most about {len(found)}, the distinct prompts that {task.dataset} has with "
-                f"task.max_prompt_tokens={task.max_prompt_tokens}, got {task.held_out}"
-            )
+        limit = f"task.max_prompt_tokens={task.max_prompt_tokens}"
+        wanted = f"at most about {len(found)}, the distinct prompts that {task.dataset} has with {limit}"
+        require(task.held_out <= len(found), "task.held_out", wanted, task.held_out)
         return [self._prompt(index, SEED, draw) for index, draw in enumerate(found)]
 
     def _fits(self, prompt: Prompt) -> bool:
@@ -133,5 +132,5 @@ def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
         return pickle.loads(base64.b85decode(_entries.prepared([dataset, options, seed, draw])))
     except RewardError as error:
         _, _, why = str(error).partition("ConfigError: ")
-        told = f"{dataset} generated no entry {draw}; choose another data set, or easier task.dataset_options: {error}"
-        raise ConfigError(why or f"task.dataset: {told}") from None
+        told, advice = f"{dataset} could not generate entry {draw} ({error})", "easier task.dataset_options"
+        raise ConfigError(why or f"task.dataset: {told}; choose another data set, or {advice}") from None

@@ -35,7 +35,7 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"
     NO_PROMPT = "without prompt"
     NO_ANSWER = "without answer"
-    UNSPELLABLE = "unspellable"
+    UNENCODABLE = "not encodable"
     TOO_LONG = "too long"
     # only for training files, and no fault of a row:
     DUPLICATE = "duplicate"
@@ -172,7 +172,7 @@ class PromptFile:
             asked = self._schema.asked(row.fields)
             worded = self._schema.worded(row.fields, asked)
         text = as_text(worded)
-        with _otherwise(Reason.UNSPELLABLE):
+        with _otherwise(Reason.UNENCODABLE):
             prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
         with _otherwise(Reason.NO_ANSWER):
             answer = self._schema.gold_answer(row.fields)
@@ -181,7 +181,7 @@ class PromptFile:
             raise LeftOut(Reason.DUPLICATE)
         with _otherwise(Reason.UNREADABLE):
             fields = plain(row.fields)
-        with _otherwise(Reason.UNSPELLABLE):
+        with _otherwise(Reason.UNENCODABLE):
             token_ids = self._dialogue.prompt(worded)
         if len(token_ids) > self._task.max_prompt_tokens:
             limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
@@ -205,7 +205,7 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"can't encode a text as UTF-8: {error}") from error
+        raise ConfigError(f"the prompt or gold answer has a character that UTF-8 can't encode: {error}") from error
 
 
 @contextmanager

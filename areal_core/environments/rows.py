@@ -241,7 +241,8 @@ def _mathematics(content: object, _: Fields) -> str:
     """The answer itself, or the final answer of a solution."""
     answer = gold_answer(_text(content))
     if answer is None or not balanced(normalised(answer)):
-        raise ConfigError("must hold an answer, or end with one")
+        wanted = r"a final answer, or a solution that ends with one (\boxed{7} or #### 7)"
+        raise ConfigError(f"must be {wanted}, got {_shown(content)}")
     return answer
 
 

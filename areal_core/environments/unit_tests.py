@@ -45,7 +45,8 @@ def unit_tests(value: object, fields: Mapping[str, object]) -> str:
 def _human_eval(test: str, fields: Mapping[str, object]) -> dict[str, object]:
     form = {"entry_point": fields.get("entry_point"), "prompt": fields.get("prompt"), "test": test}
     if not all(isinstance(text, str) and text for text in form.values()):
-        raise ConfigError("must hold tests of a function that field entry_point names and field prompt begins")
+        needed = "entry_point (the function's name) and prompt (the start of its code)"
+        raise ConfigError(f"holds tests in the HumanEval format, so the row must also have text in the fields {needed}")
     return form
 
 
@@ -75,7 +76,8 @@ def _decoded(value: object) -> Any:
     try:
         return json.loads(_unpickled(_inflated(base64.b64decode(value, validate=True))))
     except (ValueError, RecursionError, zlib.error) as error:
-        raise ConfigError(f"must hold tests as JSON, plain or compressed: {plain}; {error}") from error
+        wanted = "as JSON text, or as base64 of it, pickled and compressed with zlib"
+        raise ConfigError(f"must hold tests {wanted}; read as JSON: {plain}; read as base64: {error}") from error
 
 
 def _inflated(data: bytes) -> bytes:
@@ -117,8 +119,8 @@ def _cases(tests: Sequence[Any], metadata: object) -> dict[str, Any]:
         raise ConfigError("must hold tests with an input and an output each")
     kinds = {str(test.get("testtype") or test.get("type") or "stdin") for test in tests}
     if not (kinds <= _STDIN or kinds <= _CALL):
-        said = ", ".join(sorted(kinds))
-        raise ConfigError(f"must hold tests of one type, stdin, stdin_stdout, functional or function_call, got {said}")
+        wanted = "one type, either stdin (stdin_stdout) or functional (function_call)"
+        raise ConfigError(f"must hold tests of {wanted}, got {', '.join(sorted(kinds))}")
     name = _function_name(tests[0], metadata) if kinds <= _CALL else None
     return _form([test["input"] for test in tests], [test["output"] for test in tests], name)
 
@@ -128,7 +130,8 @@ def _function_name(test: Mapping[str, Any], metadata: object) -> str:
         named = _decoded(known) if known else None
         if isinstance(named, dict) and isinstance(named.get(key), str) and named[key]:
             return named[key]
-    raise ConfigError("must hold the name of the function that is tested, metadata.func_name or fn_name")
+    places = "fn_name or metadata.func_name in the first test, or func_name in the row's field metadata"
+    raise ConfigError(f"must name the tested function: {places}")
 
 
 def _form(inputs: Sequence[Any], outputs: Sequence[Any], function_name: str | None) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
     if isinstance(arguments, list):
         return arguments, result
     if not isinstance(arguments, str) or not isinstance(result, str):
-        raise ConfigError("must hold arguments as a list, or as text with one a line")
+        raise ConfigError("must hold the arguments of a test as a list, or as text with one JSON value per line")
     try:
         return [json.loads(line) for line in arguments.split("\n") if line.strip()], json.loads(result)
     except (ValueError, RecursionError) as error:

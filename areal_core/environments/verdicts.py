@@ -225,7 +225,8 @@ class Failures:
         self._show(str(error))
         self._lost += isinstance(error, RewardTimeoutError | RewardWorkerError)
         if self._lost >= (_LOST if self._judged else _LOST_FIRST):
-            raise UserCodeError(f"{_first(str(error))}: {self._lost} attempts in a row failed this way; the run stops")
+            said = f"{self._lost} attempts in a row timed out or killed the reward worker, so the run stops"
+            raise UserCodeError(f"{_first(str(error))}: {said}; fix this code, or raise rollout.reward_timeout_s")
 
     def settled(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
         """Count a group that was scored, or dropped with its `failure` and no outcomes.

@@ -105,10 +105,10 @@ def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, row
     assert (report.path, report.rows, report.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
 
 
-def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
+def test_a_prompt_beyond_the_vocabulary_is_not_encodable(tmp_path):
     held_out = write(tmp_path / "test", row("1+1=", 2), row("What?"))
     report = opened(char_tokenizer(), None, held_out).report.held_out
-    assert report.left_out == {Reason.UNSPELLABLE: 1}
+    assert report.left_out == {Reason.UNENCODABLE: 1}
     assert report.bad[0].startswith("line 2: the model's tokenizer can't encode 'What?'")
 
 

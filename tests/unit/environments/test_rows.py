@@ -188,14 +188,17 @@ def test_mathematics_wants_the_conclusion(content, answer):
     assert schema().gold_answer({"answer": content}) == answer
 
 
+FINAL = r"must be a final answer, or a solution that ends with one (\boxed{7} or #### 7)"
+
+
 @pytest.mark.parametrize(
     ("verifier", "content", "said"),
     [
         ("mathematics", False, "must be text or a number, got False"),
         ("mathematics", math.inf, "must be text or a number, got inf"),
         ("mathematics", "", "must be text or a number, got ''"),
-        ("mathematics", "so\nnone", "must hold an answer, or end with one"),
-        ("mathematics", "(1", "must hold an answer, or end with one"),
+        ("mathematics", "so\nnone", f"{FINAL}, got 'so\\nnone'"),
+        ("mathematics", "(1", f"{FINAL}, got '(1'"),
         ("code", [], "must hold at least one test"),
     ],
 )

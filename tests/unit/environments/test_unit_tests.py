@@ -56,7 +56,7 @@ def test_other_spellings_are_read(value, row, form):
 
 STDIN = {"input": "1", "output": "2", "testtype": "stdin"}
 CALL = {"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "f"}}
-JSON = "must hold tests as JSON, plain or compressed: "
+JSON = "must hold tests as JSON text, or as base64 of it, pickled and compressed with zlib; read as JSON: "
 COUNT = "must hold as many inputs as outputs, at least one"
 
 
@@ -69,16 +69,16 @@ COUNT = "must hold as many inputs as outputs, at least one"
         (None, "must hold a list of tests, or an object with inputs and outputs"),
         ({"inputs": ["1"], "outputs": ["1", "2"]}, COUNT),
         ({"inputs": [[1]], "outputs": ["1"]}, "must hold inputs and outputs that are text"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must hold arguments as a list, or as text with one a line"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must hold the arguments of a test as a list"),
         ({"fn_name": "f", "inputs": [[date(2024, 1, 1)]], "outputs": [1]}, "must hold tests that JSON can represent: "),
         ([], "must hold at least one test"),
         (["1"], "must hold tests with an input and an output each"),
         (
             [STDIN, CALL],
-            "must hold tests of one type, stdin, stdin_stdout, functional or function_call, got functional",
+            "must hold tests of one type, either stdin (stdin_stdout) or functional (function_call), got functional",
         ),
         ([STDIN | {"testtype": ["a"]}], "must hold tests of one type, "),
-        ([CALL | {"metadata": None}], "must hold the name of the function that is tested, metadata.func_name or fn"),
+        ([CALL | {"metadata": None}], "must name the tested function: fn_name or metadata.func_name"),
         ([CALL | {"input": "one"}], "must hold arguments and results in JSON: "),
     ],
 )
@@ -93,7 +93,7 @@ def test_human_eval_takes_three_fields():
     [form] = published("humaneval.jsonl", "test")
     assert (form["entry_point"], form["test"][:21]) == ("twice", "def check(candidate):")
     for row in ({"entry_point": "f"}, {"entry_point": 1, "prompt": "def f():"}):
-        with pytest.raises(ConfigError, match="of a function that field entry_point names"):
+        with pytest.raises(ConfigError, match="must also have text in the fields entry_point "):
             unit_tests("def check(f): ...", row)
     assert json.loads(unit_tests('{"inputs": ["1"], "outputs": ["2"]}', {"entry_point": "f"}))["inputs"] == ["1"]
 
@@ -107,7 +107,7 @@ def test_a_pickle_of_anything_but_text_is_refused_and_does_nothing(tmp_path):
     payload = _Payload()
     payload.folder = tmp_path / "made"
     for value in (payload, b"[]", ["[]"], ("[]", "[]"), 7, {"a": payload}):
-        with pytest.raises(ConfigError, match="must hold tests as JSON, plain or compressed"):
+        with pytest.raises(ConfigError, match="must hold tests as JSON text, or as base64 of it"):
             unit_tests(packed(value), {})
     assert not payload.folder.exists()
 
@@ -131,6 +131,6 @@ def test_a_pickle_takes_no_more_memory_than_its_text():
 def test_a_text_that_inflates_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("areal_core.environments.unit_tests._MAX_BYTES", 1000)
     tests = json.dumps([{"input": "1" * 2000, "output": "1"}])
-    with pytest.raises(ConfigError, match=r"must hold tests as JSON, .*; more than 1000 bytes"):
+    with pytest.raises(ConfigError, match=r"must hold tests as JSON text, .*; read as base64: more than 1000 bytes"):
         unit_tests(packed(tests), {})
     assert unit_tests(packed(tests[:20] + tests[1990:]), {})
