@@ -166,7 +166,8 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
             if size != total:
                 time.sleep(_AGAIN_S)
     if (found := hashed.hexdigest()) != digest:
-        raise StorageError(f"{path} is damaged: its digest is {found}, expected {digest}")
+        advice = "the head node's file is damaged or has changed: restore it there"
+        raise StorageError(f"{session.url}{path}: must have digest {digest}, got {found}; {advice}")
     return size
 
 

@@ -87,7 +87,7 @@ def evaluate(
     if reference is not None:
         for benchmark, config in configs.items():
             if not _records_file(config, reference, benchmark).exists():
-                raise ConfigError(f"reference: {reference} has no records of {benchmark}")
+                raise ConfigError(f"reference: must be an earlier evaluation of {benchmark}, got {reference!r}")
     for config in configs.values():
         preflight(config, log)
     served = max(configs.values(), key=lambda config: config.task.max_prompt_tokens + config.task.max_new_tokens)

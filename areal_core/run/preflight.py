@@ -132,8 +132,8 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
         engines["evaluation"] = config.evaluation_engine, config.evaluation_traits
     for field, (engine, traits) in engines.items():
         if not traits.any_model:
-            wanted = names(GENERATION_ENGINES, "own_server")
-            raise ConfigError(f"{field}.engine: must be {wanted} for {folder}, got {engine!r}, for which {why}")
+            wanted, lack = names(GENERATION_ENGINES, "own_server"), f"which does not support this model: {why}"
+            raise ConfigError(f"{field}.engine: must be {wanted} for {folder}, got {engine!r}, {lack}")
 
 
 def _check_task(log: Log, config: RunConfig, tokenizer: Tokenizer, source: PromptSource) -> None:

@@ -109,7 +109,8 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
     with suppress(OSError, ValueError, TypeError):  # run.json is missing or incomplete
         url = local.info().checkpoint_url
     if url is not None and url != own and _may_hold(url):
-        raise ConfigError(f"{run.run_id}: its checkpoints are in {url}; set storage.url to this store")
+        wanted = f"{url.removesuffix(f'/runs/{run.run_id}')}, where run {run.run_id} has its checkpoints"
+        raise ConfigError(f"storage.url: must be {wanted}, got {config.storage.url}")
     local.root.mkdir(parents=True, exist_ok=True)
 
     def check_unchanged() -> None:

@@ -170,10 +170,8 @@ def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | Non
             return info
         later = True
     if later:
-        raise StorageError(
-            f"{storage.url}/{_ROOT}: all checkpoints are later than step {last}, from another launcher: start the run "
-            "again"
-        )
+        said = f"no checkpoint of step {last} or earlier; another launcher has written the later ones"
+        raise StorageError(f"{storage.url}/{_ROOT}: {said}; resume the run from them")
     return _refuse_unless_new(storage, sizes)
 
 

@@ -325,7 +325,8 @@ def _about(session: Session) -> dict[str, Any]:
     status, content = session.ask("GET", "/run")
     about = parsed(content) if status == 200 else None
     if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
-        raise ConfigError(f"--head: this URL is no head node of a run: GET /run returned {status}")
+        said = f"GET /run of {session.url} returned status {status} and no description of a run"
+        raise ConfigError(f"--head: must be the URL of a run's data server, but {said}")
     names = [str(about["run_id"]), *about["model"]]
     if not _RUN_ID.fullmatch(names[0]) or not all(map(_FILE.fullmatch, names[1:])):
         raise ConfigError(f"--head: a run or a file of its model has an invalid name: {names!r:.200}")
@@ -338,10 +339,8 @@ def _check_store(run: RunDir, config: RunConfig) -> None:
     url = run.info().checkpoint_url
     storage = Storage.open(url, config.storage.endpoint_url)
     if lease.Marked(storage, lease.NAME).read()[0] is None:
-        raise StorageError(
-            f"storage.url: {url} is not the run's store on this machine; ranks on several machines need a shared one, "
-            "such as s3://bucket/prefix"
-        )
+        wanted = "a store that this machine shares with the head node, such as s3://bucket/prefix"
+        raise StorageError(f"storage.url: must be {wanted}, got {url}, which holds no lease of the run here")
 
 
 def _model(run: RunDir) -> Path:

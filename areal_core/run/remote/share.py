@@ -62,15 +62,15 @@ class Share:
                     f"--first, --workers: must add up to at most {_MOST_WORKERS}, got {self.first + count}"
                 )
         elif self.role not in config.remote_roles:
-            raise ConfigError(
-                f"launch.remote_roles: must be {self.role} or both before another machine can take over this role, "
-                f"got {config.launch.remote_roles!r}"
-            )
+            runs, roles = "the trainer" if self.role == TRAINER else "servers", config.launch.remote_roles
+            wanted = f"{self.role} or both so that another machine may run {runs}"
+            raise ConfigError(f"launch.remote_roles: must be {wanted}, got {roles!r}; start the run with it")
         elif self.role == TRAINER:
             count, least = 1, int(config.launch.head_trains)
             if not least <= self.first < config.training.hosts:
-                why = ", as training.hosts counts the head node, which is 0" if least else ""
-                raise ConfigError(f"--node: must be from {least} to {config.training.hosts - 1}{why}, got {self.first}")
+                hosts, why = config.training.hosts, "; node 0 is the head node" if least else ""
+                wanted = f"from {least} to {hosts - 1} (training.hosts={hosts}{why})"
+                raise ConfigError(f"--node: must be {wanted}, got {self.first}")
         elif self.first + (count := self.count or config.generation_servers) > config.generation_servers:
             raise ConfigError(
                 f"--first: servers {self.first} to {self.first + count - 1} are more than the run has, "

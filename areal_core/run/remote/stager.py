@@ -87,7 +87,8 @@ class VersionCache:
         if version.version == 0:
             base = await asyncio.to_thread(weights.base_version, self._run.info().model_path)
             if base.digest != version.digest:
-                raise StorageError(f"version 0: {base.path} has digest {base.digest}, expected {version.digest}")
+                wanted = f"the head node's base model, with digest {version.digest}"
+                raise StorageError(f"model.path: must be {wanted}, got {base.path} with {base.digest}; copy it here")
             return base
         here = self._here.pop(version.version, None)
         if here is None or here.digest != version.digest:

@@ -217,5 +217,7 @@ def test_a_store_of_another_place_is_named(config: RunConfig, tmp_path: Path) ->
     other = load(config.to_dict() | {"storage": {"url": str(tmp_path / "other")}})
     run = held(other)["first"]
     assert (run.state, run.storage) == ("stopped", None)
-    with pytest.raises(ConfigError, match=r"^first: its checkpoints are in .*/store/runs/first; set storage\.url"):
+    with pytest.raises(
+        ConfigError, match=r"^storage\.url: must be .*/store, where run first has its checkpoints, got "
+    ):
         delete(run, other, print)

@@ -356,7 +356,7 @@ def test_a_first_checkpoint_that_is_written_while_it_is_looked_for_is_not_a_brok
 
 def test_a_checkpoint_that_is_gone_is_not_taken_for_a_beginning(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 20)
-    with pytest.raises(StorageError, match=r"are later than step 10, from another launcher: start the run again"):
+    with pytest.raises(StorageError, match=r"no checkpoint of step 10 or earlier; another launcher"):
         checkpoint.newest(store, last=10)
 
 

@@ -120,7 +120,7 @@ def test_files_of_the_model_that_are_whole_are_not_copied_again_and_changed_ones
     assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors", "two words.txt"]
     (head_node.model / "config.json").write_text("changed")
     (model / "config.json").unlink()
-    with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its digest is "):
+    with pytest.raises(StorageError, match=r"^http://\S+/model/config\.json: must have digest "):
         node(head).take()
 
 
@@ -243,7 +243,10 @@ def test_bad_options_are_refused_before_anything_is_begun(
     head = head_node.head()
     (tmp_path / "file").touch()
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: node(head).take(TRAINER), r"storage\.url: .*/store/runs/r is not the run's store on this machine"),
+        (
+            lambda: node(head).take(TRAINER),
+            r"storage\.url: must be a store that .*, got .*/store/runs/r, which holds no lease",
+        ),
         (lambda: node(Head(head.url, "another")).take(), r"--token-file: http://\S+ refuses this token"),
         (lambda: node(head, "file/node").take(), r"--folder: can't create .*/file/node/runs/r: Not a directory$"),
     ]
@@ -258,7 +261,7 @@ WRONG: dict[str, Any] = {"run_id": "../../etc", "ended": None, "config": {}, "in
 @pytest.mark.parametrize(
     ("about", "line"),
     [
-        ({}, r"GET /run returned 200$"),
+        ({}, r"GET /run of http://\S+ returned status 200 and no description of a run$"),
         (WRONG, r"^--head: a run or a file of its model has an invalid name"),
         (
             WRONG | {"run_id": "r", "model": {"../token": {}}},
@@ -357,7 +360,7 @@ async def test_the_base_model_is_the_machines_own(stager: Stager, fetching: Fetc
     base = weights.base_version(str(head_node.model))
     elsewhere = dataclasses.replace(base, path="/elsewhere")
     assert await stager.staged(elsewhere) == base
-    with pytest.raises(StorageError, match=r"^version 0: .* has digest .*, expected 0{64}$"):
+    with pytest.raises(StorageError, match=r"^model\.path: must be .* with digest 0{64}, got .*; copy it here$"):
         await stager.staged(dataclasses.replace(base, digest="0" * 64))
     assert not fetching.asked
 
@@ -425,7 +428,7 @@ def test_processes_and_files_of_a_share(
     ("share", "line"),
     [
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
-        (Share(role="trainer"), r"--node: must be from 1 to 1, as training\.hosts counts the head node, which is 0, g"),
+        (Share(role="trainer"), r"--node: must be from 1 to 1 \(training\.hosts=2; node 0 is the head node\), got 0"),
         (Share(role="rewards", first=4000, count=97), "--first, --workers: must add up to at most 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
     ],
