@@ -139,9 +139,8 @@ class Recorder:
             return dict(function(groups))
         except Exception as error:
             name = self._config.tracking.batch_metrics
-            raise TrackingError(
-                f"tracking.batch_metrics: {name} must return a mapping of names to numbers: {error!r}"
-            ) from error
+            wanted = "return a mapping of names to numbers, without an error"
+            raise TrackingError(f"tracking.batch_metrics: {name} must {wanted}, got {error!r}") from error
 
     def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
         """Share of a batch's groups whose rewards are all equal.

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from areal_core.config.fields import leaves
+from areal_core.config.fields import leaves, shown
 from areal_core.errors import ConfigError, StorageError, printable_lines
 from areal_core.evaluation.statistics import Difference, Estimate, difference, estimate, majority_at_k, pass_at_k
 from areal_core.types import Outcome, Sample
@@ -103,10 +103,9 @@ class RecordFile:
         before, now = (dict(leaves(msgspec.json.decode(each, type=kind))) for each in (line, orjson.dumps(about)))
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
-                raise ConfigError(
-                    f"{name}: {self.path} holds records with {before.get(name)!r}, got {now.get(name)!r}; "
-                    "choose another --name to keep both"
-                )
+                wanted = f"{shown(before.get(name))} as in the records of {self.path}"
+                advice = "use the value of the records, or choose another --name"
+                raise ConfigError(f"{name}: must be {wanted}, got {shown(now.get(name))}; {advice}")
 
     def _write(self, value: Record | Mapping[str, Any]) -> None:
         self._file.write(orjson.dumps(value) + b"\n")
@@ -202,7 +201,9 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
     """Score differences of two models on the same problems: `greedy`, and `pass_at_1` if both have it.
     Raises ConfigError if the problems differ."""
     if [record.prompt_id for record in records] != [record.prompt_id for record in reference]:
-        raise ConfigError("benchmarks: must hold the same problems for both models; their problems differ")
+        raise ConfigError(
+            "reference: must have the same problems as this evaluation; use equal data and settings for both"
+        )
     found = {"greedy": difference(_right(records), _right(reference))}
     if all(record.samples for record in (*records, *reference)):
         found["pass_at_1"] = difference(_pass_at(records, 1), _pass_at(reference, 1))

@@ -100,7 +100,9 @@ class _Config:
     def architecture(self) -> str:
         named = self.values.get("architectures")
         if not isinstance(named, list) or not named or not isinstance(named[0], str):
-            raise ModelError(f"{self.folder}: architectures must name one, got {named!r}")
+            raise ModelError(
+                f'{self.folder}/config.json: architectures must be a list such as ["Qwen2ForCausalLM"], got {named!r}'
+            )
         return named[0]
 
     def get(self, name: str) -> Any:

@@ -128,10 +128,10 @@ class Tokenizer:
         if ids[: len(first)] != first:
             ids = first + ids
         if (highest := max(ids, default=0)) >= self._size:
-            raise ModelError(
-                f"the model's tokenizer gives token {highest} ({self._inner.id_to_token(highest)!r}) for {text[:40]!r},"
-                f" vocab_size of config.json is {self._size}: remove the text or use this model's own tokenizer"
-            )
+            wanted = f"below vocab_size of config.json ({self._size})"
+            got = f"{highest} ({self._inner.id_to_token(highest)!r}) for {text[:40]!r}"
+            advice = "remove this text from the prompts, or use the model's own tokenizer.json"
+            raise ModelError(f"tokenizer.json: token ids must be {wanted}, got {got}; {advice}")
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:

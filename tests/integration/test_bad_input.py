@@ -62,9 +62,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["training.steps"], "training.steps: a setting looks like training.steps=5"),
+        (["training.steps"], "training.steps: must be of the form field=value, such as training.steps=5"),
         (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
-        (["training.steps=[1"], "training.steps: '[1' is not a value: "),
+        (["training.steps=[1"], "training.steps: must be a YAML value, got '[1': "),
         (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),
         (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),
         (["environment.verifier=no_module:exact"], "environment.verifier: no_module:exact can't be imported: No modu"),
@@ -117,8 +117,9 @@ def cut(file: Path) -> None:
         (lambda m: edit(m, max_position_embeddings=100), "task.max_new_tokens: prompt and completion need 152 tokens "),
         (
             lambda m: edit(m, architectures=["Olmo2ForCausalLM"]),
-            "generation.engine: must be vllm for {model}, got 'embedded', for which architectures must name one of "
-            "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, got 'Olmo2ForCausalLM'",
+            "generation.engine: must be vllm for {model}, got 'embedded', which does not support this model: "
+            "architectures must name one of Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, got "
+            "'Olmo2ForCausalLM'",
         ),
     ],
 )

@@ -83,9 +83,9 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
 
 def test_what_is_wrong_is_one_line(state, tmp_path):
     evaluate({"chains": config(state)}, name="other")
-    with pytest.raises(ConfigError, match=r"^task\.max_new_tokens: .*other.* holds records with 12, got 11"):
+    with pytest.raises(ConfigError, match=r"^task\.max_new_tokens: must be 12 as in the records of .*other.*, got 11"):
         evaluate({"chains": config(state, max_new_tokens=11)}, name="other")
-    with pytest.raises(ConfigError, match=r"^reference: nothing has no records of chains"):
+    with pytest.raises(ConfigError, match=r"^reference: must be an earlier evaluation of chains, got 'nothing'"):
         evaluate({"chains": config(state)}, reference="nothing")
     with pytest.raises(ConfigError, match=r"^name: must be letters"):
         evaluate({"chains": config(state)}, name="../x")

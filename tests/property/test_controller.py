@@ -192,7 +192,7 @@ def test_a_run_that_finds_no_mixed_group_any_more_ends_with_the_reason(right, mi
     rewards.score = score
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(controller.run())
-    said = r"^rollout\.dynamic_sampling: all rewards of a group were equal in each of the last 7 groups; prompts "
+    said = r"^rollout\.dynamic_sampling: each of the last 7 groups had equal rewards; choose easier"
     assert caught.group_contains(ConfigError, match=said)
     assert ledger.dropped() == {"zero_variance": dropped}
     assert ledger.tokens().dropped > 0

@@ -367,11 +367,10 @@ class RolloutController:
         self.ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
         self.ledger.drop(group.group_id, "zero_variance")
         self._zero_variance_in_a_row += 1
-        if self._zero_variance_in_a_row >= self.config.rollout.max_zero_variance_groups and self._finished is None:
-            raise ConfigError(
-                "rollout.dynamic_sampling: all rewards of a group were equal in each of the last "
-                f"{self._zero_variance_in_a_row} groups; prompts must be neither too easy nor too hard for the policy"
-            )
+        most = self.config.rollout.max_zero_variance_groups
+        if self._zero_variance_in_a_row >= most and self._finished is None:
+            said = f"each of the last {most} groups had equal rewards; choose easier or harder prompts"
+            raise ConfigError(f"rollout.dynamic_sampling: {said}, or raise rollout.max_zero_variance_groups ({most})")
 
     async def _update(self) -> None:
         loaded = self.ledger.versions.newest()  # servers that join load it before they take requests

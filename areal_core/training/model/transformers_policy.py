@@ -184,13 +184,13 @@ def _check_names(spec: ModelSpec, parameters: Mapping[str, tuple[int, ...]], lor
         stored, needed = wanted.get(name), tuple(parameters[name]) if name in parameters else None
         if stored != needed:
             raise ModelError(
-                f"{name}: the model's files have {_shape(stored)}, transformers' {spec.architecture} {_shape(needed)}; "
-                "only models with equal shapes can be trained"
+                f"{name}: must have equal shapes in the model's files and in transformers' {spec.architecture}, "
+                f"got {_shape(stored)} and {_shape(needed)}; this model can't be trained"
             )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
-    return "no such tensor" if shape is None else f"shape {list(shape)}"
+    return "no such tensor" if shape is None else str(list(shape))
 
 
 def _padded(packed: Packed, *, whole: bool) -> Iterator[_Batch]:

@@ -116,14 +116,14 @@ def test_records_from_a_damaged_line_on_are_dropped_and_written_again(tmp_path, 
 @pytest.mark.parametrize(
     ("about", "told"),
     [
-        ({**ABOUT, "seed": 2}, r"seed: .* holds records with 1, got 2"),
-        ({**ABOUT, "task": {"chat": {"system": "Hi."}}}, r"task\.chat\.system: .* with None, got 'Hi\.'"),
-        ({**ABOUT, "more": True}, r"more: .* with None, got True"),
+        ({**ABOUT, "seed": 2}, r"seed: must be 1 as in the records of .*, got 2"),
+        ({**ABOUT, "task": {"chat": {"system": "Hi."}}}, r"task\.chat\.system: must be null as in .*, got 'Hi\.'"),
+        ({**ABOUT, "more": True}, r"more: must be null as in .*, got true"),
     ],
 )
 def test_records_of_another_evaluation_are_refused_and_kept(tmp_path, about, told):
     file = tmp_path / "b.jsonl"
     before = written(file, 0)
-    with pytest.raises(ConfigError, match=f"^{told}; choose another --name to keep both"):
+    with pytest.raises(ConfigError, match=f"^{told}; use the value of the records, or choose another --name"):
         RecordFile(file, about)
     assert file.read_bytes() == before

@@ -120,6 +120,6 @@ def test_tensors_that_transformers_lays_out_in_another_way_are_refused_by_name()
     with pytest.raises(ModelError) as refused:
         TransformersPolicy(replace(spec, transformers=replace(spec.transformers, tensors=tuple(tensors.items()))))
     assert str(refused.value) == (
-        f"{expert}: the model's files have shape [24, 16], transformers' Qwen2ForCausalLM no such tensor; "
-        "only models with equal shapes can be trained"
+        f"{expert}: must have equal shapes in the model's files and in transformers' Qwen2ForCausalLM, "
+        "got [24, 16] and no such tensor; this model can't be trained"
     )
