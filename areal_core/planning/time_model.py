@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.groups import EmulationConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
 
