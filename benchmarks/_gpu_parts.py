@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.errors import ArealError
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import ModelSpec, init_weights

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import Tokens
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.models.folders import ModelSpec, rope_tables
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.types import Float32Array

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from areal_core.config.schema import EnvironmentConfig
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments.programs import Programs
 from areal_core.environments.sandbox import Limits, Sandbox, Status
 from areal_core.errors import ConfigError

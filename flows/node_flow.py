@@ -31,24 +31,13 @@ from areal_core.run import launcher as core
 from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
+from flows import shares
 from flows.compose import configure
 from flows.machine import Notice, gpu_trouble, identity, own_address
 from flows.page import CancelUnheard, Progress, seen_where_it_answers, tie_to_worker
 from flows.provision.request import by_role, servers_per_node
 from flows.roles import THREADS, opened, report, run_roles
 from flows.shared import HOPELESS, PROGRESS
-from flows.shares import (
-    BAD_NODE,
-    FINISH,
-    NODE,
-    RECLAIMED,
-    REFUSED,
-    Whereabouts,
-    mark,
-    publish,
-    tags_of,
-    whereabouts,
-)
 
 _PATIENCE_S = 1.0  # patience with the controller; the next look asks again
 _HEAD_S = 1800.0  # patience with the start of a head node, or of its replacement
@@ -76,11 +65,11 @@ def areal_node(
         here: dict[str, Any] = {**run, "overrides": [*run["overrides"], f"launch.address={address}"]}
         config = configure(**here)
     except ArealError as error:
-        return Failed(name=REFUSED, message=str(error))
+        return Failed(name=shares.REFUSED, message=str(error))
     with get_client(sync_client=True) as client:
-        mark(client, flow_run.id, f"{NODE}{node}")
+        shares.mark(client, flow_run.id, f"{shares.NODE}{node}")
     if trouble := gpu_trouble(by_role(config)[role]) or _trouble(config):
-        return Failed(name=BAD_NODE, message=f"node {node} ({address}) is unfit: {trouble}")
+        return Failed(name=shares.BAD_NODE, message=f"node {node} ({address}) is unfit: {trouble}")
     with Notice(log) as notice:
         try:
             if role == "trainer" and index == 0:
@@ -91,9 +80,9 @@ def areal_node(
             return Cancelled(message="The run was cancelled; retry the run's flow run to resume it.")
         except ArealError as error:
             if notice.text is None:
-                return Failed(name=REFUSED if isinstance(error, HOPELESS) else None, message=str(error))
+                return Failed(name=shares.REFUSED if isinstance(error, HOPELESS) else None, message=str(error))
     if notice.text is not None:
-        return Completed(name=RECLAIMED, message=f"the cloud reclaims node {node}: {notice.text}")
+        return Completed(name=shares.RECLAIMED, message=f"the cloud reclaims node {node}: {notice.text}")
     return Completed()
 
 
@@ -117,7 +106,7 @@ def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notic
     """Run the launcher to the run's end, then keep summary and logs in the store, in every case.
     `known_by` is the flow run that users know the run by."""
     with Progress(PROGRESS) as progress:
-        if known := whereabouts(run_id):  # an earlier head node existed
+        if known := shares.whereabouts(run_id):  # an earlier head node existed
             core.run_folder(config, run_id).keep_token(known.token)
         run_dir = opened(config, run_id, progress, known_by)
         try:
@@ -132,7 +121,7 @@ class _Looks:
 
     def __init__(self, run_dir: RunDir, log: Log, notice: Notice) -> None:
         self._run_dir, self._log, self._notice = run_dir, log, notice
-        self._told: Whereabouts | None = None
+        self._told: shares.Whereabouts | None = None
         self._asked: str | None = None
 
     def __call__(self, run: core.Run) -> None:
@@ -141,17 +130,17 @@ class _Looks:
             return
         with seen_where_it_answers():
             if info := self._run_dir.ready_info("files"):
-                now = Whereabouts(url=info["url"], token=self._run_dir.token())
+                now = shares.Whereabouts(url=info["url"], token=self._run_dir.token())
                 if now != self._told:
-                    publish(self._run_dir.info().run_id, now)
+                    shares.publish(self._run_dir.info().run_id, now)
                     self._told = now
             if not self._run_dir.summary.exists():
                 self._finish_if_asked()
 
     def _finish_if_asked(self) -> None:
         with get_client(sync_client=True) as client:
-            tags = tags_of(client, flow_run.id)
-        if asked := next((tag.removeprefix(FINISH) for tag in tags if tag.startswith(FINISH)), None):
+            tags = shares.tags_of(client, flow_run.id)
+        if asked := next((tag.removeprefix(shares.FINISH) for tag in tags if tag.startswith(shares.FINISH)), None):
             try:
                 with closing(ControllerClient(self._run_dir, patience_s=_PATIENCE_S)) as controller:
                     controller.stop(asked)
@@ -190,7 +179,7 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
         """The head node's address from Prefect; the last known one while Prefect is down."""
         nonlocal known
         with suppress(httpx.HTTPError):
-            known = whereabouts(run_id) or known
+            known = shares.whereabouts(run_id) or known
         return known.url
 
     head = Head(where, known.token)  # every head node of the run has the same token
@@ -207,12 +196,12 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
             log(f"lost the head node; waiting for another one: {error}")
 
 
-def _head_of(run_id: str) -> Whereabouts:
+def _head_of(run_id: str) -> shares.Whereabouts:
     """Wait for a head node, and return its whereabouts. Raises ProcessError if none starts in time."""
     deadline = time.monotonic() + _HEAD_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
-            if found := whereabouts(run_id):
+            if found := shares.whereabouts(run_id):
                 return found
         time.sleep(_LOOK_S)
     raise ProcessError(f"no head node started within {_HEAD_S:.0f} s")

@@ -16,27 +16,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import combinations, engines
+from areal_core.config import combinations, engines, groups
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.fields import LARGEST_SEED, bounded, build, choice
-from areal_core.config.groups import (
-    EmulationConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    GenerationConfig,
-    HealthConfig,
-    LaunchConfig,
-    MixedTask,
-    ModelConfig,
-    ProvisionConfig,
-    RolloutConfig,
-    StopConfig,
-    StorageConfig,
-    TaskConfig,
-    TrackingConfig,
-    TrainingConfig,
-    WarmupConfig,
-)
 
 _GROUPS_PER_RANK = 4  # groups per minibatch; with fewer, another rank costs more per update than it computes
 
@@ -49,24 +31,24 @@ class RunConfig:
     mode: str = choice("async", "async", "sync")
     seed: int = bounded(1, low=0, high=LARGEST_SEED)
     state_dir: str = ".areal"
-    model: ModelConfig = field(default_factory=ModelConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    task: groups.TaskConfig = field(default_factory=groups.TaskConfig)
+    environment: groups.EnvironmentConfig = field(default_factory=groups.EnvironmentConfig)
     # A mixture, by task name. Then `task` only configures the embedded model's warm-up, and `environment` is unused.
-    tasks: dict[str, MixedTask] = field(default_factory=dict[str, MixedTask], hash=False)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    tasks: dict[str, groups.MixedTask] = field(default_factory=dict[str, groups.MixedTask], hash=False)
+    warmup: groups.WarmupConfig = field(default_factory=groups.WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    storage: StorageConfig = field(default_factory=StorageConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    stop: StopConfig = field(default_factory=StopConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    provision: ProvisionConfig = field(default_factory=ProvisionConfig)
-    emulation: EmulationConfig = field(default_factory=EmulationConfig)
+    generation: groups.GenerationConfig = field(default_factory=groups.GenerationConfig)
+    rollout: groups.RolloutConfig = field(default_factory=groups.RolloutConfig)
+    training: groups.TrainingConfig = field(default_factory=groups.TrainingConfig)
+    evaluation: groups.EvaluationConfig = field(default_factory=groups.EvaluationConfig)
+    storage: groups.StorageConfig = field(default_factory=groups.StorageConfig)
+    tracking: groups.TrackingConfig = field(default_factory=groups.TrackingConfig)
+    stop: groups.StopConfig = field(default_factory=groups.StopConfig)
+    health: groups.HealthConfig = field(default_factory=groups.HealthConfig)
+    launch: groups.LaunchConfig = field(default_factory=groups.LaunchConfig)
+    provision: groups.ProvisionConfig = field(default_factory=groups.ProvisionConfig)
+    emulation: groups.EmulationConfig = field(default_factory=groups.EmulationConfig)
 
     @property
     def label(self) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.groups import EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.verdicts import Judge, Verdict, Verifier
 from areal_core.models.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from areal_core.config.schema import EnvironmentConfig
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments.confined import encode
 from areal_core.environments.environment import Verdict
 from areal_core.environments.sandbox import Limits, Result, Running, Sandbox, Status

@@ -6,9 +6,9 @@ import functools
 import math
 from collections.abc import Callable
 
-from areal_core.config.groups import TASKS
+from areal_core.config.groups import TASKS, EnvironmentConfig, TaskConfig
 from areal_core.config.plugins import check_name, find
-from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments import confinement
 from areal_core.environments.calculator import Calculator
 from areal_core.environments.dialogue import Dialogue

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from areal_core.config.schema import RunConfig, TaskConfig
+from areal_core.config.groups import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.registry import verifier_name

@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.groups import TaskConfig
 from areal_core.environments.dialogue import Asked
 from areal_core.environments.mathematics import balanced, gold_answer, normalised
 from areal_core.environments.unit_tests import unit_tests

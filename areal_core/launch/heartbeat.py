@@ -32,7 +32,7 @@ from typing import Annotated
 
 import msgspec
 
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 
 FOLDER = "AREAL_HEARTBEATS"  # in the environment: folder of the heartbeat files of this run
 WORK = "work"  # `waits_for` of an idle process

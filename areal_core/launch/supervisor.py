@@ -20,7 +20,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 from areal_core.errors import ProcessError, UserCodeError
 from areal_core.launch import children, heartbeat, logs, process
 from areal_core.launch.heartbeat import Looks, Watchdog, kernel_state

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from areal_core.config.fields import require
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.groups import EmulationConfig
 from areal_core.models.spec import ModelSpec
 
 _BYTES = 2  # bytes per weight, KV cache entry and activation: half precision

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.groups import TaskConfig
 from areal_core.errors import RewardError, RolloutLimitError
 from areal_core.types import Completion, Outcome, Prompt, Rollout, Segment, Trajectory
 

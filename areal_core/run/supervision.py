@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 from areal_core.errors import ArealError, ProcessError
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.run.folders import Log

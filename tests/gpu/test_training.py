@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.training.batching.packing import Block
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine

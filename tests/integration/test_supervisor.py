@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.storage.rundir import RunDir
@@ -198,7 +198,7 @@ def test_a_log_that_fails_leaves_no_process(rig: Rig, breaks_at: str) -> None:
 LAUNCHER = """
 import sys
 from pathlib import Path
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.storage.rundir import RunDir
 run = RunDir(Path(sys.argv[1]))

@@ -8,7 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.config.schema import RunConfig, TaskConfig
+from areal_core.config.groups import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import MixedSource
 from tests.support.rollout import Prompts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.groups import EmulationConfig
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.types import GenerationRequest

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.errors import DivergenceError
 from areal_core.models.spec import ModelSpec
 from areal_core.models.tensorfile import to_bfloat16

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.groups import TaskConfig
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards.record import RecordingPolicy
 from areal_core.types import Completion, Prompt

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from areal_core.algorithm.advantages import group_advantages
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.models.folders import ModelSpec
 from areal_core.training.batching.partition import Part, PromptCost, shard
 from areal_core.training.distributed.ranks import RankGroup

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.groups import EmulationConfig
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.scheduler import Group, SlotEngine, uniforms
 from areal_core.models.spec import ModelSpec, check_shapes, stored_tensors, weight_shapes

@@ -19,7 +19,8 @@ from torch import Tensor
 from areal_core.algorithm.control import StepCoefficients, make_control, step_coefficients
 from areal_core.algorithm.losses import LossStats, k3, policy_loss
 from areal_core.algorithm.objectives import Tokens, find_objective
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.launch import heartbeat
 from areal_core.models.adapters import init_adapter, trained_shapes

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import RunConfig, TaskConfig
+from areal_core.config.groups import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.cities import Cities, only_city
 from areal_core.environments.datasets import is_held_out
 from areal_core.models.tokenizer import Tokenizer

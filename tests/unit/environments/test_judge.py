@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from areal_core.config.schema import EnvironmentConfig, load
+from areal_core.config.groups import EnvironmentConfig
+from areal_core.config.schema import load
 from areal_core.environments import judge as module
 from areal_core.environments.judge import LanguageModelJudge
 from areal_core.environments.verdicts import Verdict

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from areal_core.config.schema import RunConfig, TaskConfig
+from areal_core.config.groups import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import is_held_out
 from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.procedural import ProceduralSource, entry, procedural, reading

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from areal_core.config.schema import EnvironmentConfig
+from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments import confined
 from areal_core.environments.confined import decode, dumps, encode, loads
 from areal_core.environments.environment import Verdict

@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.config.groups import EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, RunConfig
 from areal_core.environments.environment import Verdict
 from areal_core.environments.registry import exact_match, mathematics, open_environment, open_verifier, verifier_name
 from areal_core.errors import ConfigError

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.groups import TaskConfig
 from areal_core.environments.rows import Row, Schema, plain, read_rows
 from areal_core.errors import ConfigError
 

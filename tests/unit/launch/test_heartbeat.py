@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import LaunchConfig
+from areal_core.config.groups import LaunchConfig
 from areal_core.launch import heartbeat
 from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, kernel_state
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.groups import EmulationConfig
 from areal_core.errors import ConfigError
 from areal_core.planning.time_model import ACCELERATORS, MODELS, Pace, TimeModel, completion_length
 from tests.support.emulation import Clock

@@ -9,7 +9,8 @@ import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.config.schema import EnvironmentConfig, RolloutConfig, RunConfig, load
+from areal_core.config.groups import EnvironmentConfig, RolloutConfig
+from areal_core.config.schema import RunConfig, load
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import (
     ConfigError,

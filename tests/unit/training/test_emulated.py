@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_core.config.schema import EmulationConfig, GenerationConfig, LaunchConfig, RunConfig, TrainingConfig
+from areal_core.config.groups import EmulationConfig, GenerationConfig, LaunchConfig, TrainingConfig
+from areal_core.config.schema import RunConfig
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
 from tests.support.emulation import CONFIG, MODEL, SCALE, Clock, pace
 from tests.support.training import batch

@@ -18,7 +18,8 @@ from torch import Tensor
 from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import Tokens
 from areal_core.config.algorithm import OBJECTIVES
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.training.batching.packing import Packed, pack
 from areal_core.training.batching.partition import shard
 from areal_core.training.distributed.ranks import RankGroup

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.config.groups import TrainingConfig
+from areal_core.config.schema import AlgorithmConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.adapters import adapter_shapes
 from areal_core.models.tensorfile import to_bfloat16
