@@ -76,7 +76,7 @@ def test_every_experiment_for_gpus_is_planned_and_fits_an_h800() -> None:
             "24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds ",
         ),
         (["experiment=paper-7b-math-sync"], 0, "24 machines: 192 x 1 GPUs generate, then 192 train; "),
-        (["--model", "7b"], 2, "training.engine: rank beside a sleeping server needs "),
+        (["--model", "7b"], 2, "training.engine: a rank beside a sleeping server needs "),
         (["--model", "/nowhere"], 2, "/nowhere: is not a model folder"),
         (["launch.accelerator=cpu"], 2, "launch.accelerator: must be cuda"),
     ],
