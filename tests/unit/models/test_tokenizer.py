@@ -76,9 +76,7 @@ def test_a_token_that_the_model_has_not_is_named(tmp_path):
     (chat_folder(tmp_path) / "config.json").write_text('{"vocab_size": 258}')
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode("<|im_start|>") == (257,)
-    with pytest.raises(
-        ModelError, match=r"must be below vocab_size of .* \(258\), got 258 \('<\|im_end\|>'\) for 'a<.*'; "
-    ):
+    with pytest.raises(ModelError, match=r"of .* \(258\), got 258 \('<\|im_end\|>'\) for 'a<.*'; "):
         tokenizer.encode("a<|im_end|>b")
 
 
