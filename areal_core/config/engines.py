@@ -57,6 +57,12 @@ def known_generation(name: str) -> GenerationTraits:
     return GENERATION_ENGINES.get(name, GenerationTraits())
 
 
+def generation_traits(field: str, name: str) -> GenerationTraits:
+    """Capabilities of any generation engine.
+    Raises ConfigError, starting with `field`, for an import path that can't be imported."""
+    return traits_of(field, name, GENERATION_ENGINES, GenerationTraits())
+
+
 def names(engines: Mapping[str, T], trait: str, value: bool = True) -> str:
     """Names of registered engines whose capability `trait` is `value`, for error messages."""
     return " or ".join(name for name, traits in engines.items() if getattr(traits, trait) is value)

@@ -103,15 +103,13 @@ class RunConfig:
     @property
     def generation_traits(self) -> engines.GenerationTraits:
         """Capabilities of the generation engine. Raises ConfigError if an import path can't be imported."""
-        name = self.generation.engine
-        return engines.traits_of("generation.engine", name, engines.GENERATION_ENGINES, engines.GenerationTraits())
+        return engines.generation_traits("generation.engine", self.generation.engine)
 
     @property
     def evaluation_traits(self) -> engines.GenerationTraits:
         """Capabilities of the engine that scores versions. Raises ConfigError as `generation_traits` does."""
         field = "evaluation.engine" if self.evaluation.servers else "generation.engine"
-        name = self.evaluation_engine
-        return engines.traits_of(field, name, engines.GENERATION_ENGINES, engines.GenerationTraits())
+        return engines.generation_traits(field, self.evaluation_engine)
 
     @property
     def training_traits(self) -> engines.TrainingTraits:

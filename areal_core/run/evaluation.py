@@ -112,7 +112,7 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation:
-    """An evaluation whose folder is `run`. Raises the errors of the sampling and of the servers."""
+    """One evaluation, in the folder `run`."""
 
     run: RunDir
     tokenizer: Tokenizer
@@ -121,6 +121,7 @@ class _Evaluation:
     on_progress: Progress
 
     async def results(self, benchmarks: list[Benchmark]) -> list[Result]:
+        """Complete the records of each benchmark, and score them. Raises the errors of the sampling and the servers."""
         self.run.forget_ready()
         results: list[Result] = []
         stop, servers = StopSignal(), None  # the servers start when the first benchmark needs them

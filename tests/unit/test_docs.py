@@ -143,6 +143,6 @@ def test_parts_work_as_a_library() -> None:
 @pytest.mark.slow
 def test_the_first_python_example_trains(tmp_path: Path) -> None:
     first, *_ = python_examples(ROOT / "docs" / "python.md")
-    done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "reward/mean" in done.stdout
