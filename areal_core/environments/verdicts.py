@@ -127,7 +127,7 @@ class Judge:
                 raise RewardError(str(error)) from error  # other processes may not know a user's own class
             except BaseException as error:  # the boundary to user code
                 if limit.expired():
-                    raise RewardTimeoutError(hung(awaited(error), limit_s or 0.0)) from None
+                    raise RewardTimeoutError(hung(awaited(error), late(limit_s or 0.0))) from None
                 if isinstance(error, asyncio.CancelledError | GeneratorExit) and _is_ending():
                     raise
                 failure = explained(self._name, error, (task, text))
@@ -166,12 +166,15 @@ def told(name: str, said: str, task: Prompt, text: str) -> str:
     return _block(f"{name}: {said}", "", (task, text))
 
 
-def hung(stack: Sequence[traceback.FrameSummary], limit_s: float) -> str:
+def late(limit_s: float) -> str:
+    return f"no verdict within {limit_s:g} s (rollout.reward_timeout_s)"
+
+
+def hung(stack: Sequence[traceback.FrameSummary], said: str) -> str:
     """Explain that the user code at this `stack` takes too long, in the format of `explained`."""
     now, own = _now.get(), _own(stack)
     name, judged = ("the environment", None) if now is None else (now[0], now[1:])
-    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){_place(own)}"
-    return _block(first, "".join(traceback.format_list(own)), judged)
+    return _block(f"{name}: {said}{_place(own)}", "".join(traceback.format_list(own)), judged)
 
 
 def awaited(error: BaseException) -> Sequence[traceback.FrameSummary]:

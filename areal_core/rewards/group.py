@@ -262,7 +262,7 @@ class _Running:
         except TimeoutError as error:
             if not scope.expired():
                 raise  # raised by the environment itself
-            raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), self._limit_s)) from None
+            raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), verdicts.late(self._limit_s))) from None
         finally:
             self._scope = None
 

@@ -27,7 +27,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, ProcessE
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.remote import SILENT_S, decode_work, encode_said
-from areal_core.rewards.worker import WorkerProcess, open_group
+from areal_core.rewards.worker import WorkerProcess, open_environments, open_group
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Host:
         config, model_path = run.config(), run.info().model_path
         self._limit_s = config.rollout.reward_timeout_s
         self._function = functools.partial(open_group, config, model_path)
+        self._open_code = functools.partial(open_environments, config, model_path)
         open_environment(config, Tokenizer.from_folder(model_path))
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
@@ -74,9 +75,11 @@ class Host:
 
     def _connected(self, place: int) -> None:
         """Run one worker until it loses its process or its connection."""
-        worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place), self._limit_s)
+        timeline = self._run.timeline_file("rewards", place)
+        worker = WorkerProcess(self._function, place, timeline, self._limit_s, self._open_code)
         try:
             worker.start()
+            worker.open()
             self._happened.put(None)
             with suppress(ConnectionClosed), self._connect(place) as socket:
                 threading.Thread(target=self._tell, args=(worker, socket), daemon=True).start()

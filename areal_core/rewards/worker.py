@@ -44,7 +44,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Apart, Verdict
+from areal_core.environments.verdicts import Apart, Judge, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards import group as group_module
@@ -53,7 +53,7 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Outcome, Prompt
 
 _START_S = 120.0  # limit for a process to import numpy and tokenizers, on a busy machine
-_OPEN_S = 120.0  # limit for a process to import its verifier
+_OPEN_S = 120.0  # limit for a process to import user code
 _LAST_WORDS_S = 3.0  # beyond its time limit, for a process to report where it hangs
 _END_S = 10.0  # limit for tearing down environments
 _CHECK_S = 0.5  # between two checks of a silent process
@@ -80,11 +80,18 @@ class WorkerProcess:
     The process dies with the thread that started it. One thread may send while another receives.
     """
 
-    def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None, limit_s: float) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        place: int,
+        timeline: Path | None,
+        limit_s: float,
+        open_code: Callable[[], object] = list,
+    ) -> None:
         """`function` handles the first message of a group.
         It returns a GroupRollout, which gets later messages, or the group's result, which may be awaitable. `place` is
         the worker's number in the run. `timeline` is the file for its timeline. `limit_s` limits each verdict and each
-        step of code, in seconds."""
+        step of code, in seconds. `open_code` imports user code, before any message and outside `limit_s`."""
         self.place = place
         self.limit_s = limit_s
         self._pipe, theirs = Pipe()
@@ -101,7 +108,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         os.close(shared)
         with suppress(OSError):  # the process has died; `start` reports it
-            self._pipe.send((function, timeline))
+            self._pipe.send((function, timeline, open_code, _OPEN_S))
 
     @property
     def running(self) -> int:
@@ -109,13 +116,23 @@ class WorkerProcess:
         return int(self._noted[_GROUP])
 
     def start(self) -> None:
-        """Block until the process is ready. Raises RewardWorkerError."""
+        """Block until the process has started. Raises RewardWorkerError."""
+        self._await(_START_S, "start")
+
+    def open(self) -> None:
+        """Block until the process has imported user code. Raises RewardTimeoutError or RewardWorkerError.
+        An error of the code itself is left to the first group, which meets it again."""
+        self._await(_OPEN_S + _LAST_WORDS_S, "import the user code")
+
+    def _await(self, limit_s: float, what: str) -> None:
         try:
-            if not self._pipe.poll(_START_S):
-                raise RewardWorkerError("the reward worker did not start")
-            self._pipe.recv()
+            if not self._pipe.poll(limit_s):
+                raise RewardWorkerError(f"the reward worker did not {what} within {limit_s:g} s")
+            _, error = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise RewardWorkerError("the reward worker died while it started") from error
+            raise RewardWorkerError(f"the reward worker died before it could {what}") from error
+        if error is not None:
+            raise error
 
     def send(self, *events: Event) -> None:
         """Send messages, blocking; None abandons its group. `receive` reports a dead worker."""
@@ -213,13 +230,19 @@ class _Loop(asyncio.SelectorEventLoop):
         self._pid = os.getpid()
         self._limit_s = 0.0
         self._open: dict[int, tuple[contextvars.Context, GroupRollout | asyncio.Task[Any]]] = {}
-        self._function, timeline = pipe.recv()
+        self._function, timeline, open_code, open_s = pipe.recv()
         if timeline is not None:
             selector.timeline = TimelineWriter(timeline, cpu=time.process_time)
         signal.signal(signal.SIGALRM, self._end)
         verdicts.on_verdict = self._start_limit
         group_module.swallowed = self._swallowed
         self.add_reader(pipe.fileno(), self._receive)
+        self._tell(0, None)
+        self._late = f"its import takes longer than {open_s:g} s"
+        signal.setitimer(signal.ITIMER_REAL, open_s)
+        attempt(open_code)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._late = ""
         self._noted[_SINCE] = time.monotonic()
         self._tell(0, None)
 
@@ -254,8 +277,9 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def _end(self, _: int, frame: FrameType | None) -> None:
         """On SIGALRM, report where the process hangs, and end it. Native code may delay the signal."""
-        if group := _group.get():
-            self._tell(group, RewardTimeoutError(verdicts.hung(traceback.extract_stack(frame), self._limit_s)))
+        if (group := _group.get()) or self._late:
+            said = verdicts.hung(traceback.extract_stack(frame), self._late or verdicts.late(self._limit_s))
+            self._tell(group, RewardTimeoutError(said))
             os._exit(1)
 
     def _swallowed(self, error: RewardTimeoutError) -> None:
@@ -344,19 +368,25 @@ def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRol
     return rollout
 
 
+def open_environments(config: RunConfig, model_path: str) -> None:
+    """Open the environments of a run's groups, in a worker."""
+    for its in config.by_task.values():
+        _environment(its, model_path, apart=False)
+
+
 def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
     """Judge a text in its own worker, by the verifier or by `part` of environment.rewards.
 
     Raises RewardTimeoutError, with its stack, if the verifier hangs. Raises VerifierError if it ends its process,
     ConfigError if it can't be imported, and the verifier's own error. Raises RewardError if no worker starts, which
     says nothing about the verifier."""
-    worker = WorkerProcess(functools.partial(_verdict, config, part), 0, None, _OPEN_S)
+    limit_s, open_code = config.rollout.reward_timeout_s, functools.partial(_judge, config, part)
+    worker = WorkerProcess(functools.partial(_verdict, config, part), 0, None, limit_s, open_code)
     name, started = f"environment.rewards {part}" if part else config.environment.judged_by, False
     try:
         worker.start()
         started = True
-        worker.ask(_IMPORT)  # imports must not count toward the verdict's time limit
-        worker.limit_s = config.rollout.reward_timeout_s
+        worker.open()
         return worker.ask((prompt, text))
     except RewardTimeoutError as error:
         said = str(error)  # a hang in native code has no stack
@@ -383,16 +413,15 @@ async def judged_apart(config: RunConfig, part: str, prompt: Prompt, text: str) 
 
 
 _one_at_a_time = functools.cache(functools.partial(ThreadPoolExecutor, 1))
-_IMPORT = "import"
 
 
-def _verdict(config: RunConfig, part: str, judged: tuple[Prompt, str] | str) -> Awaitable[Verdict] | None:
-    """Judge a text, in a worker. For _IMPORT, only import the verifier."""
-    judge = _judge(config, part)
-    return None if isinstance(judged, str) else judge(*judged, truncated=False)
+def _verdict(config: RunConfig, part: str, judged: tuple[Prompt, str]) -> Awaitable[Verdict]:
+    return _judge(config, part)(*judged, truncated=False)
 
 
-_judge = functools.cache(open_judge)
+@functools.cache
+def _judge(config: RunConfig, part: str) -> Judge:
+    return open_judge(config, part)
 
 
 @functools.cache

@@ -3,6 +3,7 @@ import functools
 import os
 import select
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -327,7 +328,7 @@ def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) 
     ("at_import", "found"),
     [
         ("time.sleep(1.5)", "None"),  # longer than rollout.reward_timeout_s
-        ("time.sleep(60)", "the environment: no verdict within 3 s (rollout.reward_timeout_s) ({file}:2)"),
+        ("time.sleep(60)", "the environment: its import takes longer than 3 s ({file}:2)"),
         ("os._exit(3)", "environment.verifier own_module:verify: it exited its process with status 3"),
     ],
 )
@@ -339,3 +340,26 @@ def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.Monke
     verdict = asyncio.run(judged_apart(config, "", PROMPT, "#2"))
     assert str(verdict.failure).split("\n")[0] == found.format(file=tmp_path / "own_module.py")
     assert verdict.outcome is (Outcome.CORRECT if found == "None" else Outcome.TIMED_OUT)
+
+
+@pytest.mark.parametrize(
+    ("at_import", "found"),
+    [
+        ("time.sleep(1.5)", None),
+        ("time.sleep(60)", (RewardTimeoutError, "the environment: its import takes longer than 3 s")),
+        ("os._exit(3)", (RewardWorkerError, "the reward worker died before it could import the user code")),
+    ],
+)
+async def test_import_of_environment_has_its_own_time(
+    model, tmp_path, monkeypatch: pytest.MonkeyPatch, at_import, found
+) -> None:
+    (tmp_path / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(worker, "_OPEN_S", 3.0)
+    config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
+    pool = open_rewards(config, str(model), 1)
+    try:
+        with nullcontext() if found is None else pytest.raises(found[0], match=found[1]):
+            assert isinstance(await advance(pool.begin(ASKED, 1), completion("#3")), ScoredGroup)
+    finally:
+        await pool.close()
