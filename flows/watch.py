@@ -61,7 +61,6 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             launch = stack.Launch(owner)
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a local server is either up or down
         try:
             return _run(deployment, chosen, up, console, launch.news if launch else list)
         except httpx.HTTPError as error:
@@ -178,9 +177,12 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
 
 def _asked(look: Callable[[], _Response]) -> _Response | None:
-    """Response of the server; None if it is down, late or responds with an error."""
+    """Response of the server, without retry; None if it is down, late or responds with an error."""
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
     try:
-        return look()
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            return look()
     except httpx.HTTPError:
         return None
 

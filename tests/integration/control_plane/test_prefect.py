@@ -117,7 +117,7 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
     train.interrupt()
     assert up.client.read_flow_run(flow_run.id).state_name == "Cancelled"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    up.until("its processes end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 

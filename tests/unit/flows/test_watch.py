@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from rich.console import Console
 
 from flows import watch
@@ -21,6 +22,7 @@ class _Client:
         self._interrupted = [*interrupted]
         self.runs: dict[str, UUID] = {}
         self.states: dict[UUID, Any] = {}
+        self.retries: dict[str, int] = {}
 
     def __enter__(self) -> _Client:
         return self
@@ -28,6 +30,7 @@ class _Client:
     def __exit__(self, *_: object) -> None: ...
 
     def _interrupt(self, call: str) -> None:
+        self.retries[call] = PREFECT_CLIENT_MAX_RETRIES.value()
         if call in self._interrupted:
             self._interrupted.remove(call)
             raise KeyboardInterrupt
@@ -62,6 +65,8 @@ def test_interrupt_cancels_the_flow_run(monkeypatch: pytest.MonkeyPatch, interru
     assert len(client.runs) == 1
     assert [state.name for state in client.states.values()] == ["Cancelled"]
     assert set(client.states) == set(client.runs.values())
+    # A server whose database is locked answers with status 503. What is polled is asked again anyway.
+    assert client.retries == {"create": PREFECT_CLIENT_MAX_RETRIES.default(), "read": 0}
 
 
 @pytest.mark.parametrize(("interrupted", "at_once"), [(["read"], False), (["read", "read"], True)])
@@ -76,7 +81,6 @@ def test_a_second_interrupt_kills_the_servers_of_the_command(
     monkeypatch.setattr(watch.signal, "signal", lambda *_: None)
     monkeypatch.setattr(watch.stack, "running", lambda: None)
     monkeypatch.setattr(watch.stack, "Launch", lambda _: launch)
-    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
     assert watch.run_command("train", "areal/train", dict) == 130
     assert stopped == [at_once]
 
