@@ -6,16 +6,16 @@
 retried once, unless its error is permanent; the comparison continues without it. Finished trials are not run again, and
 interrupted ones resume. So a comparison with an existing name continues.
 
-On cancellation Prefect sends SIGTERM to this process and raises it in the main thread, where trials run. The run's
-processes end in order; then the comparison's MLflow run is marked as killed. flows.areal explains why there are no
-hooks.
+On cancellation Prefect sends SIGTERM to this process and raises it in the main thread, where trials run. The
+comparison's MLflow run is marked as killed, and the run's processes end in order. flows.areal explains why there are
+no hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,9 +94,7 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
         status = "FAILED"
         raise
     finally:
-        if parent is not None:
-            with _untracked_at_worst():
-                parent.end(status)
+        _end(parent, status)
     if failures:
         failed = [each for each in trials if each.run_id in failures]
         named = "; ".join(f"{each.arm} seed {each.seed}: {failures[each.run_id]}" for each in failed)
@@ -108,14 +106,21 @@ def _run_trials(asked: Comparison, progress: _Progress) -> State:
 def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None, progress: _Progress) -> dict[str, str]:
     """Run all trials; return the reasons of failed trials by run id."""
     tags = {"comparison": comparison.name, **({"mlflow.parentRunId": parent.run_id} if parent else {})}
+    on_stop = partial(_end, parent, "KILLED")  # at once: Prefect kills this process 30 s after a cancellation
     failures: dict[str, str] = {}
     for before, planned in enumerate(trials):
         progress.begin(planned, before, len(trials), len(failures))
-        state = trial(planned, tags, progress, return_state=True)
+        state = trial(planned, tags, progress, on_stop, return_state=True)
         if not state.is_completed():
             failures[planned.run_id] = one_line(state.message)
     progress.say(100.0, "reporting")
     return failures
+
+
+def _end(parent: Parent | None, status: EndStatus) -> None:
+    if parent is not None:
+        with _untracked_at_worst():
+            parent.end(status)
 
 
 @task(cache_policy=NO_CACHE)
@@ -155,10 +160,10 @@ def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[A
     retry_delay_seconds=_DELAY_S,
     retry_condition_fn=_worth_another_try,
 )
-def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
+def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress, on_stop: Callable[[], None]) -> State:
     """Run one trial, from its base model to its summary."""
     ended_before = _has_ended(planned)
-    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show)
+    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show, on_stop=on_stop)
     if result.failure is not None:
         return Failed(message=result.failure, data=result.error)
     return Completed(message="finished before, not repeated" if ended_before else None)

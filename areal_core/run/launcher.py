@@ -322,11 +322,13 @@ def execute(
     tags: Mapping[str, str] | None = None,
     log: Log = print,
     on_status: Callable[[RunStatus], None] | None = None,
+    on_stop: Callable[[], object] = list,
 ) -> RunSummary:
     """Prepare a run, run it to its end and return its summary; `on_status` is called about once a second.
 
-    Raises the errors of `prepare`, and the run's first failure. An exception raised into the calling thread, such as
-    KeyboardInterrupt, stops the run and is then raised again.
+    An exception raised into the calling thread, such as KeyboardInterrupt, stops the run and is then raised again.
+    `on_stop` is called when such a stop begins: the process may be killed before the stop has ended. Raises the errors
+    of `prepare`, and the run's first failure.
     """
     run_dir = prepare(config, run_id=run_id, tags=tags, log=log)
     if run_dir.summary.exists():
@@ -341,5 +343,6 @@ def execute(
                     on_status(status)
         except BaseException as error:
             run.stop(type(error).__name__)
+            on_stop()
             raise
     return run.report()

@@ -37,6 +37,7 @@ def run_trial(
     tags: Mapping[str, str] | None = None,
     log: Log,
     on_status: Callable[[RunStatus], None] | None = None,
+    on_stop: Callable[[], object] = list,
     execute: Execute = core.execute,
 ) -> TrialResult:
     """Run a trial to its end, and return its result. `tags` go to its tracking run, beside its arm.
@@ -45,7 +46,12 @@ def run_trial(
     failed trial resumes."""
     try:
         execute(
-            trial.config, run_id=trial.run_id, tags={"arm": trial.arm, **(tags or {})}, log=log, on_status=on_status
+            trial.config,
+            run_id=trial.run_id,
+            tags={"arm": trial.arm, **(tags or {})},
+            log=log,
+            on_status=on_status,
+            on_stop=on_stop,
         )
     except ArealError as error:
         return replace(load_result(trial, str(error)), error=error)

@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -233,6 +236,18 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
     )
     assert (played.dir.root / "tracked").read_text() == "KILLED"
     assert nothing_left(played)
+
+
+def test_a_stop_is_announced_before_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops, heard = threading.Event(), []
+    roles = ("track", "rollout", "generate", "train", "evaluate")
+    run = SimpleNamespace(**dict.fromkeys(roles, lambda: heard.append(stops.wait(5))), stop=list)
+    run.status = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(run_module, "prepare", lambda *_, **__: RunDir(tmp_path))
+    monkeypatch.setattr(run_module, "Run", lambda *_, **__: run)
+    with pytest.raises(KeyboardInterrupt):
+        run_module.execute(RunConfig(), on_status=print, on_stop=stops.set)
+    assert heard == [True] * len(roles)
 
 
 def test_a_tracker_that_fails_stops_nothing(stage: Callable[..., Stage]) -> None:

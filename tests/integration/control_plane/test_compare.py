@@ -138,10 +138,12 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     up.client.set_flow_run_state(flow_run_id, Cancelling())
     up.wait(flow_run_id, "Cancelled")
     assert pids
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    up.until("its processes end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     up.until("the comparison's run is killed", lambda: _parent(up, name).info.status == "KILLED")
-    children = _children(up, _parent(up, name))
-    assert [run.info.status for run in children.values()] == ["KILLED"]
+    up.until(
+        "its trial's run is, too",
+        lambda: {run.info.status for run in _children(up, _parent(up, name)).values()} == {"KILLED"},
+    )
 
 
 def _evaluate(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
