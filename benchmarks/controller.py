@@ -63,7 +63,7 @@ from areal_core.models.verified import weights_digest
 from areal_core.rewards.group import Requests
 from areal_core.rewards.pool import RewardPool
 from areal_core.rewards.remote import ANSWER_BYTES
-from areal_core.rewards.worker import open_group
+from areal_core.rewards.worker import Groups
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
@@ -306,8 +306,7 @@ async def over_http(batches: int, *, remote: bool = False) -> dict[str, Any]:
     config = configured(steps=batches, batch=BATCH, eta=batches)
     with answering(servers=1, hold=False) as (urls, _), tempfile.TemporaryDirectory() as scratch:
         model = write_tiny(Path(scratch) / "model")
-        function = functools.partial(open_group, config, str(model))
-        workers = RewardPool(0 if remote else 1, 600.0, function=function)
+        workers = RewardPool(0 if remote else 1, 600.0, function=Groups(config, str(model)))
         async with _host(workers, config, model) if remote else nullcontext(workers.pids()) as pids:
             for pid in pids:
                 _elsewhere(pid)

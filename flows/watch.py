@@ -178,13 +178,11 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
 def _asked(look: Callable[[], _Response]) -> _Response | None:
     """Response of the server, without retry; None if it is down, late or responds with an error."""
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+    from flows.page import seen_where_it_answers  # imports Prefect
 
-    try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-            return look()
-    except httpx.HTTPError:
-        return None
+    with seen_where_it_answers():
+        return look()
+    return None
 
 
 def newest_artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:

@@ -167,6 +167,7 @@ def told(name: str, said: str, task: Prompt, text: str) -> str:
 
 
 def late(limit_s: float) -> str:
+    """Say that there is no verdict after `limit_s` seconds; for `hung`."""
     return f"no verdict within {limit_s:g} s (rollout.reward_timeout_s)"
 
 

@@ -10,7 +10,6 @@ lost worker begin again in another one.
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import queue
 import threading
@@ -27,7 +26,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, ProcessE
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.remote import SILENT_S, decode_work, encode_said
-from areal_core.rewards.worker import WorkerProcess, open_environments, open_group
+from areal_core.rewards.worker import Groups, WorkerProcess
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ class Host:
         self._run = run
         config, model_path = run.config(), run.info().model_path
         self._limit_s = config.rollout.reward_timeout_s
-        self._function = functools.partial(open_group, config, model_path)
-        self._open_code = functools.partial(open_environments, config, model_path)
+        self._function = Groups(config, model_path)
         open_environment(config, Tokenizer.from_folder(model_path))
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
@@ -75,8 +73,7 @@ class Host:
 
     def _connected(self, place: int) -> None:
         """Run one worker until it loses its process or its connection."""
-        timeline = self._run.timeline_file("rewards", place)
-        worker = WorkerProcess(self._function, place, timeline, self._limit_s, self._open_code)
+        worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place), self._limit_s)
         try:
             worker.start()
             worker.open()

@@ -32,7 +32,7 @@ from areal_core.environments.registry import environment_class
 from areal_core.errors import RewardError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Saying
 from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
-from areal_core.rewards.worker import Arrived, Event, WorkerProcess, open_environments, open_group
+from areal_core.rewards.worker import Arrived, Event, Groups, WorkerProcess
 from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -56,17 +56,14 @@ class RewardPool:
         function: Callable[[Any], Any],
         timeline: Callable[[int], Path] | None = None,
         tears_down: bool = False,
-        open_code: Callable[[], object] = list,
     ) -> None:
         """Start `workers` workers on this machine, at places 0 to `workers - 1`.
-        `function` handles a message, and `open_code` imports user code, see WorkerProcess. `timeline` returns the
-        timeline file of a place. With `tears_down` workers of this machine get time to end in order. `timeout_s` limits
-        each verdict, in seconds."""
+        `function` handles a message, see WorkerProcess. `timeline` returns the timeline file of a place. With
+        `tears_down` workers of this machine get time to end in order. `timeout_s` limits each verdict, in seconds."""
         self._timeout_s = timeout_s
         self._function = function
         self._timeline = timeline
         self._tears_down = tears_down
-        self._open_code = open_code
         self._here = workers
         self._workers: list[_Worker] = []
         self._waiting: list[Session] = []  # for a worker
@@ -188,7 +185,7 @@ class RewardPool:
         places = range(0 if self._closed else self._here)
         for place in sorted({*places} - {worker.place for worker in self._workers}):
             timeline = None if self._timeline is None else self._timeline(place)
-            process = WorkerProcess(self._function, place, timeline, self._timeout_s, self._open_code)
+            process = WorkerProcess(self._function, place, timeline, self._timeout_s)
             self._workers.append(_LocalWorker(process, self._hear, self._lose))
 
 
@@ -196,16 +193,9 @@ def open_rewards(
     config: RunConfig, model_path: str, workers: int, timeline: Callable[[int], Path] | None = None
 ) -> RewardPool:
     """Start the workers for a run's environment. The folder `model_path` holds the tokenizer."""
-    function, open_code = (functools.partial(each, config, model_path) for each in (open_group, open_environments))
     tears_down = any(environment_class(its).teardown is not Environment.teardown for its in config.by_task.values())
-    return RewardPool(
-        workers,
-        config.rollout.reward_timeout_s,
-        function=function,
-        timeline=timeline,
-        tears_down=tears_down,
-        open_code=open_code,
-    )
+    function, limit_s = Groups(config, model_path), config.rollout.reward_timeout_s
+    return RewardPool(workers, limit_s, function=function, timeline=timeline, tears_down=tears_down)
 
 
 class Session(Saying):

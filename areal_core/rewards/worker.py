@@ -44,7 +44,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Apart, Judge, Verdict
+from areal_core.environments.verdicts import Apart, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards import group as group_module
@@ -80,18 +80,12 @@ class WorkerProcess:
     The process dies with the thread that started it. One thread may send while another receives.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        place: int,
-        timeline: Path | None,
-        limit_s: float,
-        open_code: Callable[[], object] = list,
-    ) -> None:
+    def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None, limit_s: float) -> None:
         """`function` handles the first message of a group.
         It returns a GroupRollout, which gets later messages, or the group's result, which may be awaitable. `place` is
         the worker's number in the run. `timeline` is the file for its timeline. `limit_s` limits each verdict and each
-        step of code, in seconds. `open_code` imports user code, before any message and outside `limit_s`."""
+        step of code, in seconds. A method `open` of `function`, if there is one, imports user code. It is called
+        before any message, outside `limit_s`."""
         self.place = place
         self.limit_s = limit_s
         self._pipe, theirs = Pipe()
@@ -108,7 +102,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         os.close(shared)
         with suppress(OSError):  # the process has died; `start` reports it
-            self._pipe.send((function, timeline, open_code, _OPEN_S))
+            self._pipe.send((function, timeline, _OPEN_S))
 
     @property
     def running(self) -> int:
@@ -230,7 +224,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self._pid = os.getpid()
         self._limit_s = 0.0
         self._open: dict[int, tuple[contextvars.Context, GroupRollout | asyncio.Task[Any]]] = {}
-        self._function, timeline, open_code, open_s = pipe.recv()
+        self._function, timeline, open_s = pipe.recv()
         if timeline is not None:
             selector.timeline = TimelineWriter(timeline, cpu=time.process_time)
         signal.signal(signal.SIGALRM, self._end)
@@ -240,7 +234,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self._tell(0, None)
         self._late = f"its import takes longer than {open_s:g} s"
         signal.setitimer(signal.ITIMER_REAL, open_s)
-        attempt(open_code)
+        attempt(getattr(self._function, "open", list))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         self._late = ""
         self._noted[_SINCE] = time.monotonic()
@@ -357,21 +351,27 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return known_error(error)
 
 
-def open_group(config: RunConfig, model_path: str, message: Arrived) -> GroupRollout:
-    """Begin the rollouts of a group, in a worker. The folder `model_path` holds the tokenizer."""
-    assert message.prompt is not None
-    its = config.of(message.prompt.task)
-    environment = _environment(its, model_path, message.apart)
-    shown_with = _tokenizer(model_path) if message.shown else None
-    rollout = GroupRollout(environment, message.prompt, its, n=message.n, shown_with=shown_with)
-    rollout.deliver(message.completions)
-    return rollout
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Begins the groups of a run, in a worker. The folder `model_path` holds the tokenizer."""
 
+    config: RunConfig
+    model_path: str
 
-def open_environments(config: RunConfig, model_path: str) -> None:
-    """Open the environments of a run's groups, in a worker."""
-    for its in config.by_task.values():
-        _environment(its, model_path, apart=False)
+    def open(self) -> None:
+        """Open the environments of all tasks."""
+        for its in self.config.by_task.values():
+            _environment(its, self.model_path, apart=False)
+
+    def __call__(self, message: Arrived) -> GroupRollout:
+        """Begin the rollouts of a group."""
+        assert message.prompt is not None
+        its = self.config.of(message.prompt.task)
+        environment = _environment(its, self.model_path, message.apart)
+        shown_with = _tokenizer(self.model_path) if message.shown else None
+        rollout = GroupRollout(environment, message.prompt, its, n=message.n, shown_with=shown_with)
+        rollout.deliver(message.completions)
+        return rollout
 
 
 def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
@@ -380,8 +380,7 @@ def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Ve
     Raises RewardTimeoutError, with its stack, if the verifier hangs. Raises VerifierError if it ends its process,
     ConfigError if it can't be imported, and the verifier's own error. Raises RewardError if no worker starts, which
     says nothing about the verifier."""
-    limit_s, open_code = config.rollout.reward_timeout_s, functools.partial(_judge, config, part)
-    worker = WorkerProcess(functools.partial(_verdict, config, part), 0, None, limit_s, open_code)
+    worker = WorkerProcess(_Verdicts(config, part), 0, None, config.rollout.reward_timeout_s)
     name, started = f"environment.rewards {part}" if part else config.environment.judged_by, False
     try:
         worker.start()
@@ -415,13 +414,21 @@ async def judged_apart(config: RunConfig, part: str, prompt: Prompt, text: str) 
 _one_at_a_time = functools.cache(functools.partial(ThreadPoolExecutor, 1))
 
 
-def _verdict(config: RunConfig, part: str, judged: tuple[Prompt, str]) -> Awaitable[Verdict]:
-    return _judge(config, part)(*judged, truncated=False)
+@dataclass(frozen=True, slots=True)
+class _Verdicts:
+    """Judges texts, in a worker."""
+
+    config: RunConfig
+    part: str
+
+    def open(self) -> None:
+        _judge(self.config, self.part)
+
+    def __call__(self, judged: tuple[Prompt, str]) -> Awaitable[Verdict]:
+        return _judge(self.config, self.part)(*judged, truncated=False)
 
 
-@functools.cache
-def _judge(config: RunConfig, part: str) -> Judge:
-    return open_judge(config, part)
+_judge = functools.cache(open_judge)
 
 
 @functools.cache

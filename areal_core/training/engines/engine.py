@@ -128,7 +128,6 @@ class StepStats:
     learning_rate: float  # of the last update
     updates: int  # minibatches that had loss tokens
     loss_tokens: int
-    trained_tokens: int = 0  # loss tokens of completions that have a gradient
     train_inference_kl: float | None = None  # k3, nats a token; None: no token is of the version trained on
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by curve name
 

@@ -256,7 +256,6 @@ class PolicyEngine(ABC):
             learning_rate=rate_of(max(self.updates - 1, 0)),
             updates=len(updates),
             loss_tokens=int(sum(loss_tokens)),
-            trained_tokens=int(stats.tokens),
             train_inference_kl=stats.train_inference_kl / stats.matched if stats.matched else None,
             metrics=(stats.metrics() if stats.tokens else {})
             | {f"control/{name}": value for name, value in coefficients.given.items()},

@@ -1,6 +1,6 @@
 import asyncio
-import functools
 import os
+import re
 import select
 import signal
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ from areal_core.types import Outcome, Prompt
 from tests.support import worker_tasks
 from tests.support.groups import score_group, served
 from tests.support.policies import TOKENIZER, completion
-from tests.support.worker_tasks import BUSY_S, GROUPS, count_open, native_hang, obey, stop
+from tests.support.worker_tasks import BUSY_S, GROUPS, CountOpen, native_hang, obey, stop
 
 
 def arrivals(*completions, request=0):
@@ -74,12 +74,12 @@ async def start():
 def group_pool(start, model):
     """Make a pool whose workers run the rollouts of groups."""
 
-    def made(*, workers=1, environment=None, function=worker.open_group, limit_s=30.0):
+    def made(*, workers=1, environment=None, function=worker.Groups, limit_s=30.0):
         config = RunConfig(
             environment=environment or EnvironmentConfig(),
             rollout=RolloutConfig(reward_timeout_s=limit_s),
         )
-        return start(workers, limit_s, functools.partial(function, config, str(model)))
+        return start(workers, limit_s, function(config, str(model)))
 
     return made
 
@@ -198,7 +198,7 @@ async def advance(session, *completions):
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
-    pool = group_pool(environment=TALKING, function=count_open)
+    pool = group_pool(environment=TALKING, function=CountOpen)
     for _ in range(3):
         session = pool.begin(ASKED, 1)
         await advance(session, completion("#0"))
@@ -324,42 +324,32 @@ def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) 
     assert type(failed.value) is RewardError  # the group is tried again; no worker is counted as lost
 
 
-@pytest.mark.parametrize(
-    ("at_import", "found"),
-    [
-        ("time.sleep(1.5)", "None"),  # longer than rollout.reward_timeout_s
-        ("time.sleep(60)", "the environment: its import takes longer than 3 s ({file}:2)"),
-        ("os._exit(3)", "environment.verifier own_module:verify: it exited its process with status 3"),
-    ],
-)
-def test_import_of_verifier_has_its_own_time(tmp_path, monkeypatch: pytest.MonkeyPatch, at_import, found) -> None:
-    (tmp_path / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(worker, "_OPEN_S", 3.0)
-    config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
-    verdict = asyncio.run(judged_apart(config, "", PROMPT, "#2"))
-    assert str(verdict.failure).split("\n")[0] == found.format(file=tmp_path / "own_module.py")
-    assert verdict.outcome is (Outcome.CORRECT if found == "None" else Outcome.TIMED_OUT)
+_LATE = "the environment: its import takes longer than 3 s (/own_module.py:2)"
 
 
 @pytest.mark.parametrize(
-    ("at_import", "found"),
+    ("at_import", "apart", "in_group"),
     [
-        ("time.sleep(1.5)", None),
-        ("time.sleep(60)", (RewardTimeoutError, "the environment: its import takes longer than 3 s")),
-        ("os._exit(3)", (RewardWorkerError, "the reward worker died before it could import the user code")),
+        ("time.sleep(1.5)", "None", None),  # longer than rollout.reward_timeout_s
+        ("time.sleep(60)", _LATE, (RewardTimeoutError, re.escape(_LATE))),
+        (
+            "os._exit(3)",
+            "environment.verifier own_module:verify: it exited its process with status 3",
+            (RewardWorkerError, "the reward worker died before it could import the user code"),
+        ),
     ],
 )
-async def test_import_of_environment_has_its_own_time(
-    model, tmp_path, monkeypatch: pytest.MonkeyPatch, at_import, found
+async def test_import_of_user_code_has_its_own_time(
+    model, monkeypatch: pytest.MonkeyPatch, at_import, apart, in_group
 ) -> None:
-    (tmp_path / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (model / "own_module.py").write_text(f"import os, time\n{at_import}\ndef verify(*_): return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(model))
     monkeypatch.setattr(worker, "_OPEN_S", 3.0)
     config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
+    verdict = await judged_apart(config, "", PROMPT, "#2")
+    assert str(verdict.failure).split("\n")[0].replace(str(model), "") == apart
+    assert verdict.outcome is (Outcome.CORRECT if apart == "None" else Outcome.TIMED_OUT)
     pool = open_rewards(config, str(model), 1)
-    try:
-        with nullcontext() if found is None else pytest.raises(found[0], match=found[1]):
-            assert isinstance(await advance(pool.begin(ASKED, 1), completion("#3")), ScoredGroup)
-    finally:
-        await pool.close()
+    with nullcontext() if in_group is None else pytest.raises(in_group[0], match=in_group[1].replace("/", f"{model}/")):
+        assert isinstance(await advance(pool.begin(ASKED, 1), completion("#3")), ScoredGroup)
+    await pool.close()
