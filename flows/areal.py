@@ -34,11 +34,7 @@ from flows.roles import THREADS, opened, report, run_roles
 from flows.shared import PROGRESS, Experiment, Minutes, Mode, Natural, Positive, Provision, Share, run_title
 
 
-@flow(
-    name="areal",
-    flow_run_name=lambda: run_title(flow_run.parameters),
-    task_runner=THREADS,
-)
+@flow(name="areal", flow_run_name=lambda: run_title(flow_run.parameters), task_runner=THREADS)
 def areal(
     experiment: Experiment = "cpu-async",
     mode: Mode | None = None,

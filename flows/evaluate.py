@@ -59,13 +59,7 @@ def areal_evaluate(
                 share = ([*configs].index(benchmark) + done / problems) / len(configs)
                 progress.show(100.0 * share, f"{benchmark}  {done} of {problems} problems")
 
-            results = evaluation.evaluate(
-                configs,
-                name=name,
-                reference=reference,
-                log=log.info,
-                on_progress=show,
-            )
+            results = evaluation.evaluate(configs, name=name, reference=reference, log=log.info, on_progress=show)
         _report(model, results, reference, next(iter(configs.values())))
     except ArealError as error:
         log.error("%s", error)

@@ -23,15 +23,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import stops_by_task
 from areal_core.errors import ConfigError
 from areal_core.evaluation.sampling import Benchmark, Collector, open_benchmark
-from areal_core.evaluation.scores import (
-    Record,
-    RecordFile,
-    Scores,
-    compared,
-    read_records,
-    scored,
-    write_page,
-)
+from areal_core.evaluation.scores import Record, RecordFile, Scores, compared, read_records, scored, write_page
 from areal_core.evaluation.servers import OwnServers
 from areal_core.evaluation.statistics import Difference
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
@@ -99,9 +91,7 @@ def evaluate(
         for each, config in configs.items()
     ]
     info = RunInfo(
-        run_id=name or _name(folder, served, benchmarks),
-        model_path=str(folder),
-        checkpoint_url=served.storage.url,
+        run_id=name or _name(folder, served, benchmarks), model_path=str(folder), checkpoint_url=served.storage.url
     )
     run = RunDir.create(served, info, kind="evaluations")
     busy = f"name: {info.run_id} is already running; wait for its end or choose another name"

@@ -89,8 +89,7 @@ def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, af
     return RoleSpec(
         name="node",
         argv=lambda index: python(
-            "areal_core.training.distributed.node",
-            *("--run-dir", run.root, "--address", address, "--node", index),
+            "areal_core.training.distributed.node", *("--run-dir", run.root, "--address", address, "--node", index)
         ),
         first=node,
         announces=False,

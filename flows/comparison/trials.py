@@ -45,14 +45,8 @@ def run_trial(
     A failed run becomes a failed result, not an error. A trial that has ended is not run again. An interrupted or
     failed trial resumes."""
     try:
-        execute(
-            trial.config,
-            run_id=trial.run_id,
-            tags={"arm": trial.arm, **(tags or {})},
-            log=log,
-            on_status=on_status,
-            on_stop=on_stop,
-        )
+        labels = {"arm": trial.arm, **(tags or {})}
+        execute(trial.config, run_id=trial.run_id, tags=labels, log=log, on_status=on_status, on_stop=on_stop)
     except ArealError as error:
         return replace(load_result(trial, str(error)), error=error)
     return load_result(trial)
@@ -66,12 +60,7 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
     run = core.run_folder(trial.config, trial.run_id)
     failure = _not_as_planned(trial, run) if failure is None else one_line(failure)
     summary = core.read_summary(run) if failure is None else None
-    return TrialResult(
-        trial=trial,
-        summary=summary,
-        failure=failure,
-        curves=curves_of(run.outbox, trial.run_id),
-    )
+    return TrialResult(trial=trial, summary=summary, failure=failure, curves=curves_of(run.outbox, trial.run_id))
 
 
 def _not_as_planned(trial: Trial, run: RunDir) -> str | None:

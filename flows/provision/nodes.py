@@ -34,14 +34,7 @@ class Nodes:
     """Context manager for the nodes of a run, exclusive on this machine.
     Raises ConfigError and ProvisionError."""
 
-    def __init__(
-        self,
-        request: Mapping[str, Any],
-        state: Path,
-        *,
-        busy_s: float = _BUSY_S,
-        **options: Any,
-    ) -> None:
+    def __init__(self, request: Mapping[str, Any], state: Path, *, busy_s: float = _BUSY_S, **options: Any) -> None:
         """Lock the run's folder and prepare Terraform.
 
         `request` holds variables of the root module `run`. The outputs of `control` supply a missing `foundation` and

@@ -18,16 +18,7 @@ from flows.places import FILES
 from flows.provision.nodes import Nodes
 from tests.emulated_cloud import EmulatedCloud
 from tests.emulated_cloud.cloud import missing as emulation_missing
-from tests.support.cloud import (
-    BUCKET,
-    MLFLOW_PARAMETER,
-    MLFLOW_SECRET,
-    PARAMETER,
-    POOL,
-    RUN,
-    SECRET,
-    Cloud,
-)
+from tests.support.cloud import BUCKET, MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud
 from tests.support.needs import skip_without
 from tests.support.plane import Plane, plane_on, prefect_server
 from tests.support.processes import free_port

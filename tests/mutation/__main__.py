@@ -43,10 +43,7 @@ MODULES = {  # and the tests that are to kill their mutants
         "tests/property/test_ledger.py",
     ),
     "areal_core/controller/core/controller.py": ("tests/property/test_controller.py",),
-    "areal_core/api/rollouts.py": (
-        "tests/unit/api/test_rollouts.py",
-        "tests/property/test_controller.py",
-    ),
+    "areal_core/api/rollouts.py": ("tests/unit/api/test_rollouts.py", "tests/property/test_controller.py"),
     "areal_core/algorithm/objectives.py": ("tests/unit/algorithm",),
     "areal_core/algorithm/advantages.py": ("tests/unit/algorithm/test_advantages.py",),
     "areal_core/training/batching/partition.py": (

@@ -158,11 +158,7 @@ class Plane(ControlPlane):
 
 
 @contextmanager
-def plane_on(
-    cloud: EmulatedCloud,
-    state: Path,
-    infra: Path,
-) -> Iterator[Plane]:
+def plane_on(cloud: EmulatedCloud, state: Path, infra: Path) -> Iterator[Plane]:
     """The caller is inside of the cloud. `infra/control` was applied in `state`."""
     parameters = boto3.client("ssm", **_client(cloud))
     for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):

@@ -62,13 +62,7 @@ class FakeEngine:
     fails before it samples; with `garble` its body lacks log-probabilities."""
 
     def __init__(
-        self,
-        rng: random.Random,
-        *,
-        capacity: int,
-        fail: float = 0.0,
-        garble: float = 0.0,
-        interrupts: bool = False,
+        self, rng: random.Random, *, capacity: int, fail: float = 0.0, garble: float = 0.0, interrupts: bool = False
     ) -> None:
         self.rng, self.capacity, self.fail, self.garble, self.interrupts = rng, capacity, fail, garble, interrupts
         self.in_flight = 0  # completions

@@ -4,15 +4,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import (
-    cut,
-    in_segment,
-    pack_group,
-    parsed_spans,
-    part_spans,
-    read_group,
-    spans_text,
-)
+from areal_core.api.scored_groups import cut, in_segment, pack_group, parsed_spans, part_spans, read_group, spans_text
 from areal_core.errors import StorageError
 from areal_core.types import GroupPayload
 from tests.support.groups import unpack_group

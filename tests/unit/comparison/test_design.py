@@ -22,14 +22,7 @@ from areal_core.run.launcher import read_summary, run_folder
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow, RunSummary
-from flows.comparison.design import (
-    DEFAULT_ARMS,
-    Comparison,
-    Trial,
-    check_matched,
-    differences,
-    read_comparison,
-)
+from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, check_matched, differences, read_comparison
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.trials import TrialResult, load_result, run_trial
 from flows.compose import compose
@@ -75,10 +68,7 @@ def test_arms_of_a_seed_really_match() -> None:
     ("other", "said"),
     [
         ({"task__held_out": 512}, "task.held_out must be 1024 as in sync, got 512"),
-        (
-            {"rollout__batch_size": 256},
-            "rollout.batch_size * training.steps must be 512 * 25 as in sync, got 256 * 25",
-        ),
+        ({"rollout__batch_size": 256}, "rollout.batch_size * training.steps must be 512 * 25 as in sync, got 256 * 25"),
         ({"generation__servers": 3}, "generation.servers must be at most 2 (launch.devices=2), got 3"),
         (_EMULATED, "generation.engine must be embedded as in sync, got emulated"),
     ],
