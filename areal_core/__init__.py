@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from areal_core.controller.recorder import BatchMetrics as Metric
     from areal_core.environments.environment import Environment, Policy
     from areal_core.environments.verdicts import Verdict, Verifier
-    from areal_core.library import Results, compare, evaluate, load, results, train
+    from areal_core.library import Report, Results, base_model, compare, evaluate, load, results, train, try_out
     from areal_core.types import Outcome, Rollout, RunSummary
     from areal_core.types import Prompt as Task
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 _API = {
     "load": "areal_core.library:load",
     "train": "areal_core.library:train",
+    "base_model": "areal_core.library:base_model",
+    "try_out": "areal_core.library:try_out",
     "evaluate": "areal_core.library:evaluate",
     "compare": "areal_core.library:compare",
     "results": "areal_core.library:results",
+    "Report": "areal_core.library:Report",
     "Results": "areal_core.library:Results",
     "RunConfig": "areal_core.config.schema:RunConfig",
     "RunSummary": "areal_core.types:RunSummary",
@@ -45,6 +48,7 @@ __all__ = [
     "Objective",
     "Outcome",
     "Policy",
+    "Report",
     "Results",
     "Rollout",
     "RunConfig",
@@ -52,11 +56,13 @@ __all__ = [
     "Task",
     "Verdict",
     "Verifier",
+    "base_model",
     "compare",
     "evaluate",
     "load",
     "results",
     "train",
+    "try_out",
 ]
 
 

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -19,12 +19,15 @@ from areal_core.config.fields import check_file_name
 from areal_core.config.files import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
-from areal_core.run import evaluation
+from areal_core.run import evaluation, folders, tryout
 from areal_core.run.folders import run_folder, with_final_model
 from areal_core.run.launcher import execute, read_summary
 from areal_core.run.progress import RunProgress
+from areal_core.run.tryout import Report
 from areal_core.tracking.outbox import curves_of
 from areal_core.types import RunSummary
+
+T = TypeVar("T")
 
 
 def load(source: Mapping[str, Any] | str | Path | None = None, *settings: str) -> RunConfig:
@@ -47,6 +50,18 @@ def train(config: RunConfig, *, name: str | None = None, quiet: bool = False) ->
     return execute(config, run_id=name, **show)
 
 
+def base_model(config: RunConfig, *, quiet: bool = False) -> Path:
+    """The folder of the model that a run starts from: the user's, or the built-in one, which is made once.
+    Raises ModelError for a model that is missing, unreadable or unsupported."""
+    return folders.base_model(config, _silent if quiet else print)
+
+
+def try_out(config: RunConfig, *, prompts: int = 8, quiet: bool = False) -> Report:
+    """Sample the base model, as `areal try` does: one group of rollouts for each of the first training `prompts`.
+    Raises ConfigError, ModelError and ProcessError."""
+    return _without_loop(lambda: tryout.try_out(config, prompts=prompts, log=_silent if quiet else print))
+
+
 def evaluate(
     model: str,
     benchmarks: Mapping[str, RunConfig],
@@ -66,19 +81,12 @@ def evaluate(
         for each, config in benchmarks.items()
     }
     options: dict[str, Any] = {"name": name, "reference": reference, "log": _silent if quiet else print}
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        found = evaluation.evaluate(configs, **options)
-    else:  # a notebook runs an event loop in this thread
-        with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(evaluation.evaluate, configs, **options).result()
     rows = {
         result.benchmark: {
             **result.scores.metrics(),
             **{f"above/{score}": difference.value for score, difference in result.above.items()},
         }
-        for result in found
+        for result in _without_loop(lambda: evaluation.evaluate(configs, **options))
     }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -127,6 +135,16 @@ def results(run: str | RunSummary, config: RunConfig | None = None) -> Results:
     curves = {key: pd.Series(dict(points)) for key, points in curves_of(folder.outbox, name).items()}
     summary = read_summary(folder) if folder.summary.exists() else None
     return Results(summary, pd.DataFrame(curves).rename_axis("step").sort_index())
+
+
+def _without_loop(call: Callable[[], T]) -> T:
+    """Call in this thread, or in one of its own if this one runs an event loop, as that of a notebook does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _row(summary: RunSummary) -> dict[str, Any]:

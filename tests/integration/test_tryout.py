@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_core.run.tryout import try_out
+import areal_core as areal
 from tests.support.runs import tiny
 
 
@@ -12,7 +12,7 @@ def test_a_verifier_that_accepts_everything_is_named(tmp_path: Path) -> None:
     config = tiny(
         tmp_path, environment={"verifier": "tests.support.verifiers:ends", "verify_truncated": True}, tracking={}
     )
-    report = try_out(config, prompts=2, log=print)
+    report = areal.try_out(config, prompts=2)
     assert report.result.page.exists()
     assert report.result.records[0].prompt
     assert (report.figures.groups, report.figures.rollouts) == (2, 2 * config.algorithm.group_size)
