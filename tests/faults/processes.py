@@ -24,6 +24,7 @@ from tests.faults.checker import Outcome, check
 from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
 from tests.faults.points import PROCESSES, REWARD, Point, environment
+from tests.support.processes import command_line
 from tests.support.runs import Launched, changed, learning
 
 KINDS = ("trainer", "rank", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
@@ -103,7 +104,7 @@ class Target:
         deadline = time.monotonic() + within_s
         while (left := self.run.processes()) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-        self.result.findings["orphans"] += [_command(pid) for pid in left]
+        self.result.findings["orphans"] += [command_line(pid) for pid in left]
         self.result.output += self.run.output()
         self.close()
 
@@ -188,10 +189,10 @@ class Target:
         try:
             if kind == "reward":
                 children = self.run.children(self.run.last_pid("controller"))
-                workers = [pid for pid in children if re.search(REWARD, _command(pid))]
+                workers = [pid for pid in children if re.search(REWARD, command_line(pid))]
                 return self.chance.choice(workers) if workers else None
             pid = self.run.last_pid("trainer", 1) if kind == "rank" else self.run.last_pid(kind)
-            return pid if str(self.run.run.root) in _command(pid) else None
+            return pid if str(self.run.run.root) in command_line(pid) else None
         except (OSError, ValueError):
             return None
 
@@ -347,10 +348,3 @@ def _signal(pid: int, signum: signal.Signals) -> bool:
         os.kill(pid, signum)
         return True
     return False
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # it is gone
-        return ""

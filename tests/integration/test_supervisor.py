@@ -18,7 +18,7 @@ from areal_core.config.groups import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.storage.rundir import RunDir
-from tests.support.processes import wait_for
+from tests.support.processes import command_line, wait_for
 
 PATIENCE_S = 120.0
 ADOPT = """
@@ -258,7 +258,7 @@ def test_a_sweeper_that_is_killed_is_replaced_while_its_launcher_lives(rig: Rig)
 def sweepers(launcher: int) -> list[int]:
     """The living children of a launcher that are sweepers."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"sweeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in map(int, children) if "sweeper.py" in command_line(pid)]
 
 
 def test_file_lock_is_held_until_every_process_that_inherited_it_is_gone(tmp_path: Path) -> None:

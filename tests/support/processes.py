@@ -44,6 +44,14 @@ def entries() -> Iterator[Path]:
     return Path("/proc").glob("[0-9]*")
 
 
+def command_line(pid: int) -> str:
+    """The command line of a process, with spaces; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def marked(name: str, value: str) -> list[int]:
     """Everything that runs and has this variable in its environment, in whatever session."""
     found: list[int] = []

@@ -18,7 +18,7 @@ from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupState, RunSummary
 from tests.support.models import put_base_model
-from tests.support.processes import TIMEOUT_S, kill_all, marked, wait_for
+from tests.support.processes import TIMEOUT_S, command_line, kill_all, marked, wait_for
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Launched(Watched):
             status = self.launcher.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher hangs\n{self.output()}") from None
-        left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.processes()}
+        left = {pid: command_line(pid) for pid in self.processes()}
         assert not left, f"left running: {left}\n{self.output()}"
         return status
 
