@@ -289,8 +289,9 @@ class TokenLedger:
         return abs(self.generated - self.accounted) <= self.allowance
 
     def __str__(self) -> str:
+        differs = "" if self.generated == self.accounted else f" by the servers; by the ledger {self.accounted:,}"
         return (
-            f"{self.generated:,} generated; ledger: {self.accounted:,} = {self.consumed:,} consumed"
+            f"{self.generated:,} generated{differs} = {self.consumed:,} consumed"
             f" + {self.dropped:,} dropped + {self.buffered:,} buffered + {self.in_flight:,} in flight"
             + (f"; allowance {self.allowance:,}" if self.allowance else "")
         )
