@@ -144,8 +144,8 @@ def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = [f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0]
     yield f"{_CAUSES[bottleneck]} limited this run."
-    yield f"{_count(cores, 'core')} had work {_percent(busy)} of {account.wall_s:.1f} s."
-    yield f"The run used {_percent(total)} of the CPU time: {_listed(by_role)}."
+    yield f"It had work for {_count(cores, 'core')} during {_percent(busy)} of {account.wall_s:.1f} s."
+    yield f"It used {_percent(total)} of their time: {_listed(by_role)}."
     yield _waits(account)
     yield (
         f"Upper bounds on the speed-up: {1 / busy:.2f}x if the cores always had work, {relieved:.2f}x if "

@@ -123,7 +123,7 @@ def _check_account(config: RunConfig, summary: RunSummary, lines: list[str]) -> 
     assert f"controller-0: tokens: {summary.tokens}" in lines
     assert sum(summary.staleness_tokens.values()) == summary.tokens.consumed
     assert summary.bound is not None
-    assert re.search(r"limited this run\. 2 cores had work \d+ % of \d+\.\d s\.", summary.bound)
+    assert re.search(r"limited this run\. It had work for 2 cores during \d+ % of \d+\.\d s\.", summary.bound)
     ready = run_folder(config, "r").ready.glob("[!.]*.json")
     assert not any(Path(f"/proc/{json.loads(file.read_text())['pid']}").exists() for file in ready)
     assert execute(config, run_id="r", log=lines.append) == summary

@@ -141,8 +141,8 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
     stages = both([("generate", 0, 10)], [])
     found = spans(3.0, **stages) + spans(2.5, **both([], [("wait", 0, 5), ("train", 5, 10)]))
     assert judged(cores(), found, controller_cpu_s=2.0) == (
-        "The CPU cores limited this run. 2 cores had work 100 % of 10.0 s. The run used 90 % of the CPU time: training "
-        "(50 %), generation (30 %) and the controller (10 %). Ranks waited 50 % of the time for a batch. Servers "
+        "The CPU cores limited this run. It had work for 2 cores during 100 % of 10.0 s. It used 90 % of their time: "
+        "training (50 %), generation (30 %) and the controller (10 %). Ranks waited 50 % of the time for a batch. Servers "
         "waited 0 % for requests and 0 % for new model weights. Upper bounds on the speed-up: 1.00x if the cores "
         "always had work, 2.25x if training took no time. More cores would help (launch.devices)."
     )
