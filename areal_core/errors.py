@@ -18,9 +18,9 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def one_line(said: object) -> str:
+def one_line(text: object) -> str:
     """The text of an error or a program's output on one line, with single spaces."""
-    return " ".join(str(said).split())
+    return " ".join(str(text).split())
 
 
 class ArealError(Exception):

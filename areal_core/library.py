@@ -84,7 +84,7 @@ def evaluate(
     rows = {
         result.benchmark: {
             **result.scores.metrics(),
-            **{f"above/{score}": difference.value for score, difference in result.above.items()},
+            **{f"above/{score}": difference.value for score, difference in result.differences.items()},
         }
         for result in _without_loop(lambda: evaluation.evaluate(configs, **options))
     }

@@ -6,7 +6,7 @@ import threading
 
 import psutil
 
-_LOOK_S = 1.0  # between two looks
+_POLL_S = 1.0  # between two measurements
 
 
 class PeakMemory:
@@ -31,7 +31,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_POLL_S):
             self.peak = max(self.peak, sum(map(_memory, psutil.Process().children(recursive=True))))
 
 

@@ -47,7 +47,7 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
 from areal_core.api.pending_completions import PendingCompletions, receive
-from areal_core.api.refusals import guard
+from areal_core.api.refusals import token_middleware
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import RunConfig, load
@@ -99,7 +99,7 @@ class Run:
             assert await self.controller.batch(step, timeout_s=3600) is not None
             self.controller.publish(_version(step))
             if step % CHECKPOINT_EVERY == 0:
-                while self.ledger.free(step) or self.ledger.fold():
+                while self.ledger.free(step) or self.ledger.prune():
                     await asyncio.to_thread(self.ledger.flush)
                 await self.payloads.keep(self.ledger.payloads.segments())
             each(step)
@@ -207,12 +207,12 @@ class _Session:
         self._scored = scored
         self._complete = asyncio.Event()
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
-        self._missing -= len(arrived)
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
+        self._missing -= len(arrivals)
         if not self._missing:
             self._complete.set()
 
-    async def said(self) -> Requests | ScoredGroup:
+    async def next_outcome(self) -> Requests | ScoredGroup:
         await self._complete.wait()
         return self._scored
 
@@ -329,7 +329,7 @@ async def _host(workers: RewardPool, config: RunConfig, model: Path) -> AsyncIte
     """Processes of a remote host with one reward worker that connects to this controller."""
     info = RunInfo(run_id="r", model_path=str(model), checkpoint_url="")
     run = RunDir.create(replace(config, state_dir=str(model.parent)), info)
-    app = web.Application(client_max_size=ANSWER_BYTES, middlewares=[guard(run.token())])
+    app = web.Application(client_max_size=ANSWER_BYTES, middlewares=[token_middleware(run.token())])
     app.add_routes(reward_routes(workers))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

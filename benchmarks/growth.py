@@ -2,11 +2,11 @@
 
     python -m benchmarks.growth [--groups 1000000] [--steps 10000] [--groups-per-step 32]
 
-`unfolded` and `folded`: a ledger with this many groups, a tenth of them dropped, the others consumed; before folding,
-and after all possible folding. `longest_ms` has the longest time of each call that the controller makes on its event
+`unfolded` and `folded`: a ledger with this many groups, a tenth of them dropped, the others consumed; before pruning,
+and after all possible pruning. `longest_ms` has the longest time of each call that the controller makes on its event
 loop, over a few steps as in a run; `longest_call` is the worst of these. It includes waits for the disk, as commits are
 synced as in a run, and for a core that other processes use; `cpu` excludes both. `folding` has the same for the calls
-that fold, which yield to the event loop after each.
+that prune, which yield to the event loop after each.
 
 `uploads`: this many emulated steps with the controller's own payload store, snapshots, recorder and retention. A group
 has 8 completions of 512 tokens, 53 kB. Most runs have larger groups, beside which the ledger counts for less. Every 5th
@@ -131,8 +131,8 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
         for number in range(per_step):
             place = Place(segment="000002-000001", start=number * PAYLOAD_BYTES, bytes=PAYLOAD_BYTES, crc32=1)
             group_id = watch("admit", ledger.admit, version=step - 1).group_id
-            watch("failed_try", ledger.failed_try, group_id, Tally(tokens=1))
-            watch("lose_tokens", ledger.lose_tokens, group_id, Tally(tokens=1))
+            watch("failed_try", ledger.count_failed_attempt, group_id, Tally(tokens=1))
+            watch("lose_tokens", ledger.add_lost_tokens, group_id, Tally(tokens=1))
             watch("admitted", lambda: ledger.admitted)
             watch("ready", ledger.ready, group_id, made, place, version=step - 1)
         group_id = watch("admit", ledger.admit, version=step - 1).group_id
@@ -168,15 +168,15 @@ def calls(ledger: TrajectoryLedger, first: int, steps: int, per_step: int) -> di
     watch("publish, other weights", ledger.publish, replace(_version(last), digest="other"))
     batch = ledger.batch(last)
     assert batch is not None
-    watch("lose", ledger.lose, batch.groups[0].group_id)
+    watch("lose", ledger.drop_damaged, batch.groups[0].group_id)
     watch("resume", ledger.resume, TOKENS)
     return watch.found()
 
 
 def fold(ledger: TrajectoryLedger, step: int) -> dict[str, Any]:
-    """Free and fold the records of all steps up to this one."""
+    """Free and prune the records of all steps up to this one."""
     watch, start, calls_made = Stopwatch(), time.perf_counter(), 1
-    while watch("free", ledger.free, step) or watch("fold", ledger.fold):
+    while watch("free", ledger.free, step) or watch("fold", ledger.prune):
         ledger.flush()  # in a thread, in a run
         calls_made += 1
     return {**watch.found(), "calls": calls_made, "s": round(time.perf_counter() - start, 1)}
@@ -249,11 +249,11 @@ class EmulatedRun:
             self.ledger.ready(self.ledger.admit(version=0).group_id, made, place, version=step - 1)
         assert self.ledger.fix_batch(step, self._selection)
         self.ledger.publish(_version(step))
-        self._recorder.published(step, [])
-        self._recorder.staleness(step, _STALENESS)
+        self._recorder.record_step(step, [])
+        self._recorder.record_staleness(step, _STALENESS)
         if step % self.config.evaluation.every == 0:
             digest = _version(step).digest
-            self._recorder.evaluated(
+            self._recorder.record_evaluation(
                 Evaluation(
                     version=step, digest=digest, accuracy=0.5, prompts=64, no_result=0, mean_tokens=50.0, wall_s=9.0
                 )
@@ -268,8 +268,8 @@ class EmulatedRun:
             for kind in ("files", "shared")
         )
         checkpoint.save(self._storage, step, {}, {}, number=self._number, uploaded=files, shared=shared)
-        self._retention.committed()
-        await self._retention.settled()
+        self._retention.start_pruning()
+        await self._retention.wait_until_pruned()
         new = shared.keys() - self._stored
         self._stored = set(shared)
         return {

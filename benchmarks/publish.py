@@ -51,7 +51,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.generation.client import GenerationClient
 from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.models.verified import weights_digest
-from areal_core.run.remote.files import Files
+from areal_core.run.remote.files import DataServer
 from areal_core.run.remote.stager import Stager
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
@@ -300,7 +300,7 @@ def _serve(root: Path, pipe: Any) -> None:
         return await handler(request)
 
     async def work() -> None:
-        app = Files(RunDir(root)).app()
+        app = DataServer(RunDir(root)).app()
         app.middlewares.append(count)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()

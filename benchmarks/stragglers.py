@@ -103,7 +103,7 @@ async def run(config: RunConfig) -> dict[str, float]:
         source=Prompts(),
         engine=server,
         rewards=RewardsHere(
-            open_environment(config, TOKENIZER, instead=lambda _: lambda task, text: float(len(text) % 2)), config
+            open_environment(config, TOKENIZER, replacement=lambda _: lambda task, text: float(len(text) % 2)), config
         ),
         payloads=FakePayloads(),
         ledger=ledger,

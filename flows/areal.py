@@ -29,7 +29,7 @@ from areal_core.errors import ArealError
 from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.on_nodes import run_on_nodes
-from flows.page import CancelUnheard, Progress, tie_to_worker
+from flows.page import FlowRunCancelled, Progress, tie_to_worker
 from flows.roles import THREADS, opened, report, run_roles
 from flows.shared import PROGRESS, Experiment, Minutes, Mode, Natural, Positive, Provision, Share, run_title
 
@@ -70,7 +70,7 @@ def areal(
     try:
         config = configure(**given)
         return dataclasses.asdict(_run(config, given, log.info))
-    except CancelUnheard:
+    except FlowRunCancelled:
         return Cancelled(message="The run was cancelled; retry the flow run to resume it.")
     except ArealError as error:
         log.error("%s", error)

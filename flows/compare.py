@@ -34,8 +34,8 @@ from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Comparison, Trial, generated_name, read_comparison
 from flows.comparison.report import metrics, report_page, result_table, result_title, trial_table
 from flows.comparison.trials import load_result, run_trial
-from flows.page import Progress, show_table, tie_to_worker, told
-from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
+from flows.page import Progress, retry, show_table, tie_to_worker
+from flows.shared import FATAL_ERRORS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
 if TYPE_CHECKING:
     from areal_core.tracking.outbox import EndStatus
@@ -113,13 +113,13 @@ def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None,
         state = trial(planned, tags, progress, on_stop, return_state=True)
         if not state.is_completed():
             failures[planned.run_id] = one_line(state.message)
-    progress.say(100.0, "reporting")
+    progress.show_text(100.0, "reporting")
     return failures
 
 
 def _end(parent: Parent | None, status: EndStatus) -> None:
     if parent is not None:
-        with _untracked_at_worst():
+        with _log_tracking_errors():
             parent.end(status)
 
 
@@ -146,11 +146,11 @@ def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
     return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
 
 
-def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
+def _should_retry(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Whether Prefect should retry a failed trial.
     `state` contains the state that the trial returned, with its error."""
     error = state.data.data if isinstance(state.data, State) else state.data  # a bare error comes from a bug
-    return isinstance(error, TrackingError) or (isinstance(error, ArealError) and not isinstance(error, HOPELESS))
+    return isinstance(error, TrackingError) or (isinstance(error, ArealError) and not isinstance(error, FATAL_ERRORS))
 
 
 @task(
@@ -158,7 +158,7 @@ def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[A
     task_run_name="{planned.arm} seed {planned.seed}",
     retries=_RETRIES,
     retry_delay_seconds=_DELAY_S,
-    retry_condition_fn=_worth_another_try,
+    retry_condition_fn=_should_retry,
 )
 def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress, on_stop: Callable[[], None]) -> State:
     """Run one trial, from its base model to its summary."""
@@ -180,7 +180,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     if parent is not None:
         places |= parent.places(trials)
         done = len(trials) - len(failures)
-        with _untracked_at_worst():
+        with _log_tracking_errors():
             parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", folder / "report.md"])
     table = result_table(comparison.arms, results) if comparison.matched else trial_table(results)
     title = result_title(comparison.name, comparison.arms, results)
@@ -188,7 +188,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     show_table(f"the table of {folder / 'report.md'}", table, key=RESULT, title=title)
     show_table(f"the links of {comparison.name}", rows, key=PLACES)
     create_page = partial(create_markdown_artifact, page, key=COMPARISON)
-    told(f"store the page of {comparison.name}", create_page, get_run_logger().warning)
+    retry(f"store the page of {comparison.name}", create_page, get_run_logger().warning)
 
 
 class _Progress:
@@ -197,29 +197,29 @@ class _Progress:
     def __init__(self, comparison: str, shown: Progress) -> None:
         self._comparison = comparison
         self._shown = shown
-        self._said_at = 0.0
-        self.say(0.0, "planning")
+        self._shown_at = 0.0
+        self.show_text(0.0, "planning")
 
     def begin(self, planned: Trial, before: int, trials: int, failed: int) -> None:
         """Show that a trial begins, after `before` finished trials."""
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
-        self.say(100.0 * before / trials, f"{self._trial} · starting")
+        self.show_text(100.0 * before / trials, f"{self._trial} · starting")
 
     def show(self, status: RunStatus) -> None:
         """Show the progress of the current trial, at most every two seconds."""
-        if time.monotonic() - self._said_at >= _PROGRESS_INTERVAL_S:
+        if time.monotonic() - self._shown_at >= _PROGRESS_INTERVAL_S:
             done = self._before + status.step / status.steps
-            self.say(100.0 * done / self._trials, f"{self._trial} · {describe(status)}")
+            self.show_text(100.0 * done / self._trials, f"{self._trial} · {describe(status)}")
 
-    def say(self, percent: float, text: str) -> None:
+    def show_text(self, percent: float, text: str) -> None:
         self._shown.show(percent, f"{self._comparison}: {text}")
-        self._said_at = time.monotonic()
+        self._shown_at = time.monotonic()
 
 
 @contextlib.contextmanager
-def _untracked_at_worst() -> Iterator[None]:
+def _log_tracking_errors() -> Iterator[None]:
     """Log a TrackingError: if MLflow is down, the comparison continues untracked."""
     try:
         yield

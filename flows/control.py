@@ -20,7 +20,7 @@ import msgspec
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.run.command import run_command
 from areal_core.run.roles import python
-from flows.machine import secret_values, told
+from flows.machine import read_boot_file, secret_values
 from flows.places import WORK
 from flows.services import MARK, Services
 from flows.stack import MLFLOW_ENVIRONMENT, responds
@@ -102,7 +102,7 @@ class Database:
 def serve() -> None:
     """Run the servers until asked to stop. Raises ProcessError, ConfigError, StorageError."""
     os.environ[MARK] = secrets.token_hex(8)
-    control = told(Control)
+    control = read_boot_file(Control)
     asked = {"prefect": control.prefect_secret, "mlflow": control.mlflow_secret}
     passwords = secret_values(control.region, asked)
     if len(passwords["mlflow"]) < _MLFLOW_PASSWORD:

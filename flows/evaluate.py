@@ -83,7 +83,7 @@ def _report(model: str, results: Sequence[Result], reference: str | None, config
 def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:
     return [
         (f"{figure} above {reference}", f"{it.value:+.3f} [{it.low:+.3f}, {it.high:+.3f}], p = {it.p_value:.3g}")
-        for figure, it in result.above.items()
+        for figure, it in result.differences.items()
     ]
 
 

@@ -29,11 +29,11 @@ T = TypeVar("T")
 _AT_ONCE = 10  # most parameters per request
 _METADATA = "http://169.254.169.254/latest"
 _TOKEN_S = 60
-_LOOK_S = 5.0  # interval of checks for the notice
+_POLL_S = 5.0  # interval of checks for the notice
 _METADATA_S = 2.0  # short: the service answers at once where it exists
 
 
-def told(kind: type[T]) -> T:
+def read_boot_file(kind: type[T]) -> T:
     """Read the boot file that the command line names. Raises ConfigError."""
     if len(sys.argv) != 2:
         raise ConfigError(f"{Path(sys.argv[0]).name}: must get one argument, the boot file, got {len(sys.argv) - 1}")
@@ -67,17 +67,17 @@ def identity() -> str:
     return metadata("instance-id") or socket.gethostname()
 
 
-class Notice:
+class ReclaimNotice:
     """Context manager that polls, in a thread, for the cloud's notice that it reclaims this machine."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self.text: str | None = None  # the cloud's notice; None before it
         self._log = log
         self._over = threading.Event()
-        self._heed: Callable[[str], None] = lambda text: None
-        self._thread = threading.Thread(target=self._look, name="notice", daemon=True)
+        self._action: Callable[[str], None] = lambda text: None
+        self._thread = threading.Thread(target=self._poll, name="notice", daemon=True)
 
-    def __enter__(self) -> Notice:
+    def __enter__(self) -> ReclaimNotice:
         self._thread.start()
         return self
 
@@ -85,18 +85,18 @@ class Notice:
         self._over.set()
         self._thread.join()
 
-    def heed(self, action: Callable[[str], None]) -> None:
+    def on_arrival(self, action: Callable[[str], None]) -> None:
         """Call `action` with the notice once it arrives, in the polling thread; at once if it has arrived."""
-        self._heed = action
+        self._action = action
         if self.text is not None:
             action(self.text)
 
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK_S):
+    def _poll(self) -> None:
+        while not self._over.wait(_POLL_S):
             if text := metadata("spot/instance-action"):
                 self.text = " ".join(text.split())
                 self._log(f"the cloud reclaims this node: {self.text}")
-                self._heed(self.text)
+                self._action(self.text)
                 return
 
 
@@ -127,14 +127,14 @@ def own_address(url: str) -> str:
 _NVIDIA_SMI_S = 60.0  # a machine's first call loads the driver
 
 
-def gpu_trouble(nodes: NodesConfig) -> str | None:
+def gpu_problem(nodes: NodesConfig) -> str | None:
     """Check the node's driver and number of GPUs against the run's needs; return the problem, or None."""
     if not nodes.gpus:
         return None
     try:
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed, so the image lacks a GPU driver or its GPU: {error}"
-    found = min(len(told.splitlines()), len(visible_gpus()))
-    return None if found >= nodes.gpus else f"must have {nodes.gpus} GPUs, has {found}: {'; '.join(told.splitlines())}"
+    found = min(len(text.splitlines()), len(visible_gpus()))
+    return None if found >= nodes.gpus else f"must have {nodes.gpus} GPUs, has {found}: {'; '.join(text.splitlines())}"

@@ -16,7 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from areal_core.run.command import run_command
-from flows.machine import identity, secret_values, told
+from flows.machine import identity, read_boot_file, secret_values
 
 
 class Prefect(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
 def worker() -> NoReturn:
     """Become the worker of the node's queue.
     It runs one share at a time, because a share uses the whole node."""
-    node = told(Node)
+    node = read_boot_file(Node)
     environment = {
         **os.environ,
         **node.environment,

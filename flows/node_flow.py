@@ -28,20 +28,20 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, StorageError
 from areal_core.run import launcher as core
-from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
+from areal_core.run.remote_worker import Head, RemoteWorker, RunCopy, RunLostError, Share
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from flows import shares
 from flows.compose import configure
-from flows.machine import Notice, gpu_trouble, identity, own_address
-from flows.page import CancelUnheard, Progress, seen_where_it_answers, tie_to_worker
+from flows.machine import ReclaimNotice, gpu_problem, identity, own_address
+from flows.page import FlowRunCancelled, Progress, best_effort, tie_to_worker
 from flows.provision.request import by_role, servers_per_node
 from flows.roles import THREADS, opened, report, run_roles
-from flows.shared import HOPELESS, PROGRESS
+from flows.shared import FATAL_ERRORS, PROGRESS
 
-_PATIENCE_S = 1.0  # patience with the controller; the next look asks again
-_HEAD_S = 1800.0  # patience with the start of a head node, or of its replacement
-_LOOK_S = 2.0
+_PATIENCE_S = 1.0  # patience with the controller; the next poll asks again
+_HEAD_TIMEOUT_S = 1800.0  # patience with the start of a head node, or of its replacement
+_POLL_S = 2.0
 
 Log = Callable[[str], None]
 
@@ -67,26 +67,26 @@ def areal_node(
     except ArealError as error:
         return Failed(name=shares.REFUSED, message=str(error))
     with get_client(sync_client=True) as client:
-        shares.mark(client, flow_run.id, f"{shares.NODE}{node}")
-    if trouble := gpu_trouble(by_role(config)[role]) or _trouble(config):
-        return Failed(name=shares.BAD_NODE, message=f"node {node} ({address}) is unfit: {trouble}")
-    with Notice(log) as notice:
+        shares.add_tag(client, flow_run.id, f"{shares.NODE}{node}")
+    if problem := gpu_problem(by_role(config)[role]) or _node_problem(config):
+        return Failed(name=shares.BAD_NODE, message=f"node {node} ({address}) is unfit: {problem}")
+    with ReclaimNotice(log) as notice:
         try:
             if role == "trainer" and index == 0:
                 _lead(config, run_id, known_by, log, notice)
             else:
-                _follow(config, run_id, role, index, address, log, notice)
-        except CancelUnheard:
+                _join(config, run_id, role, index, address, log, notice)
+        except FlowRunCancelled:
             return Cancelled(message="The run was cancelled; retry the run's flow run to resume it.")
         except ArealError as error:
             if notice.text is None:
-                return Failed(name=shares.REFUSED if isinstance(error, HOPELESS) else None, message=str(error))
+                return Failed(name=shares.REFUSED if isinstance(error, FATAL_ERRORS) else None, message=str(error))
     if notice.text is not None:
         return Completed(name=shares.RECLAIMED, message=f"the cloud reclaims node {node}: {notice.text}")
     return Completed()
 
 
-def _trouble(config: RunConfig) -> str | None:
+def _node_problem(config: RunConfig) -> str | None:
     """Check disk space and access to the store, which also tests the clock; return the problem, or None."""
     try:
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
@@ -102,38 +102,38 @@ def _trouble(config: RunConfig) -> str | None:
 # ---- the head node ----
 
 
-def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: Notice) -> None:
+def _lead(config: RunConfig, run_id: str, known_by: str, log: Log, notice: ReclaimNotice) -> None:
     """Run the launcher to the run's end, then keep summary and logs in the store, in every case.
     `known_by` is the flow run that users know the run by."""
     with Progress(PROGRESS) as progress:
-        if known := shares.whereabouts(run_id):  # an earlier head node existed
+        if known := shares.head_address(run_id):  # an earlier head node existed
             core.run_folder(config, run_id).keep_token(known.token)
         run_dir = opened(config, run_id, progress, known_by)
         try:
-            summary = run_roles(run_dir, progress, log, on_look=_Looks(run_dir, log, notice))
+            summary = run_roles(run_dir, progress, log, on_poll=_SupervisionHook(run_dir, log, notice))
         finally:
-            _keep(run_dir, config, log)
+            _store_results(run_dir, config, log)
     report(summary, run_dir)
 
 
-class _Looks:
-    """Extra work in the head node's supervision loop: reclaim notice, whereabouts, requests to finish."""
+class _SupervisionHook:
+    """Extra work in the head node's supervision loop: reclaim notice, head address, requests to finish."""
 
-    def __init__(self, run_dir: RunDir, log: Log, notice: Notice) -> None:
+    def __init__(self, run_dir: RunDir, log: Log, notice: ReclaimNotice) -> None:
         self._run_dir, self._log, self._notice = run_dir, log, notice
-        self._told: shares.Whereabouts | None = None
-        self._asked: str | None = None
+        self._published: shares.HeadAddress | None = None
+        self._finish_reason: str | None = None
 
     def __call__(self, run: core.Run) -> None:
         if self._notice.text is not None:
             run.stop(f"the cloud reclaims the head node: {self._notice.text}")
             return
-        with seen_where_it_answers():
+        with best_effort():
             if info := self._run_dir.ready_info("files"):
-                now = shares.Whereabouts(url=info["url"], token=self._run_dir.token())
-                if now != self._told:
-                    shares.publish(self._run_dir.info().run_id, now)
-                    self._told = now
+                now = shares.HeadAddress(url=info["url"], token=self._run_dir.token())
+                if now != self._published:
+                    shares.publish_head(self._run_dir.info().run_id, now)
+                    self._published = now
             if not self._run_dir.summary.exists():
                 self._finish_if_asked()
 
@@ -144,15 +144,15 @@ class _Looks:
             try:
                 with closing(ControllerClient(self._run_dir, patience_s=_PATIENCE_S)) as controller:
                     controller.stop(asked)
-            except ArealError as error:  # the controller restarts: the next look asks again
+            except ArealError as error:  # the controller restarts: the next poll asks again
                 self._log(f"could not ask the controller to end the run ({asked}), will retry: {error}")
                 return
-            if asked != self._asked:
-                self._asked = asked
+            if asked != self._finish_reason:
+                self._finish_reason = asked
                 self._log(f"the run ends after this step: {asked}")
 
 
-def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
+def _store_results(run_dir: RunDir, config: RunConfig, log: Log) -> None:
     """Store summary, logs and evaluations in the run's folder of the store."""
     store = Storage.open(run_dir.info().checkpoint_url, config.storage.endpoint_url, config.storage.patience_s)
     files = [run_dir.summary, run_dir.root / "config.json", run_dir.root / "run.json"]
@@ -169,7 +169,7 @@ def _keep(run_dir: RunDir, config: RunConfig, log: Log) -> None:
 # ---- the other nodes ----
 
 
-def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
+def _join(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: ReclaimNotice) -> None:
     """Join the run as a remote worker until it ends in order or this node leaves.
     Raises ProcessError and others."""
     log("waiting for the head node")
@@ -179,7 +179,7 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
         """The head node's address from Prefect; the last known one while Prefect is down."""
         nonlocal known
         with suppress(httpx.HTTPError):
-            known = shares.whereabouts(run_id) or known
+            known = shares.head_address(run_id) or known
         return known.url
 
     head = Head(where, known.token)  # every head node of the run has the same token
@@ -187,21 +187,21 @@ def _follow(config: RunConfig, run_id: str, role: str, index: int, address: str,
     share = Share(role=role, first=index * count, count=count)
     folder = Path(config.state_dir).absolute() / "copies" / f"{role}-{index}"
     while notice.text is None:
-        worker = RemoteWorker(share, CopiedFolder(head, folder), address, log=log)
-        notice.heed(worker.leave)
+        worker = RemoteWorker(share, RunCopy(head, folder), address, log=log)
+        notice.on_arrival(worker.leave)
         try:
-            worker.work(_HEAD_S)
+            worker.work(_HEAD_TIMEOUT_S)
             return
         except RunLostError as error:
             log(f"lost the head node; waiting for another one: {error}")
 
 
-def _head_of(run_id: str) -> shares.Whereabouts:
-    """Wait for a head node, and return its whereabouts. Raises ProcessError if none starts in time."""
-    deadline = time.monotonic() + _HEAD_S
+def _head_of(run_id: str) -> shares.HeadAddress:
+    """Wait for a head node, and return its address. Raises ProcessError if none starts in time."""
+    deadline = time.monotonic() + _HEAD_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
-            if found := shares.whereabouts(run_id):
+            if found := shares.head_address(run_id):
                 return found
-        time.sleep(_LOOK_S)
-    raise ProcessError(f"no head node started within {_HEAD_S:.0f} s")
+        time.sleep(_POLL_S)
+    raise ProcessError(f"no head node started within {_HEAD_TIMEOUT_S:.0f} s")

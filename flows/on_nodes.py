@@ -35,51 +35,51 @@ from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
 from flows.compose import configure
 from flows.fleet import Fleet
-from flows.page import Alerts, CancelUnheard, Progress, seen_where_it_answers, show_table, told
+from flows.page import Alerts, FlowRunCancelled, Progress, best_effort, retry, show_table
 from flows.provision.cost import Meter, split
 from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, control_outputs
 from flows.provision.request import by_role, overrides, variables
 from flows.provision.terraform import Plan
 from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
-from flows.shares import FINISH, REAPER, Shares, mark
+from flows.shares import FINISH, REAPER, Shares, add_tag
 from flows.stack import STATE
 from flows.watch import newest_artifact
 
-_LOOK_S = 2.0
-_SEE_S = 20.0  # time for nodes to notice the end of the run
+_POLL_S = 2.0
+_NOTICE_END_S = 20.0  # time for nodes to notice the end of the run
 _END_S = 90.0  # time for shares to end
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # together with the flow run's part, valid for the cloud
 
 Log = Callable[[str], None]
 
 
-def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress, log: Log) -> RunSummary:
+def run_on_nodes(config: RunConfig, parameters: Mapping[str, Any], progress: Progress, log: Log) -> RunSummary:
     """Provision nodes, run to the end, and destroy them.
-    `given` are the flow's parameters. Raises CancelUnheard, LeaseLostError, and ArealErrors of all kinds."""
+    `parameters` are the flow's parameters. Raises FlowRunCancelled, LeaseLostError, and ArealErrors of all kinds."""
     run_id = _run_id(config)
     control = control_outputs(STATE)
-    chosen = [*given.get("overrides", []), *overrides(config, control)]
-    on_nodes = configure(**{**given, "overrides": chosen})
-    shown = {name: value for name, value in given.items() if value is not None} | {"overrides": chosen}
+    chosen = [*parameters.get("overrides", []), *overrides(config, control)]
+    on_nodes = configure(**{**parameters, "overrides": chosen})
+    shown = {name: value for name, value in parameters.items() if value is not None} | {"overrides": chosen}
     with (
         get_client(sync_client=True) as client,
-        _reaped_where_cancelled(),
+        _reap_on_cancel(),
         _leased(on_nodes, run_id, control, log) as nodes,
     ):
         progress.show(0.0, "provisioning nodes")
         shares = partial(Shares, client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
         try:
             hosts = provision(nodes, on_nodes, shares)
-            with _given_out(on_nodes, hosts, shares(), nodes, log) as fleet:
+            with _assigned_shares(on_nodes, hosts, shares(), nodes, log) as fleet:
                 _watch(fleet, nodes, progress, client, Alerts(run_id))
-            _take_over(client, fleet.leading.id, log)
+            _copy_artifacts(client, fleet.leading.id, log)
         except Exception:
             teardown(nodes)
             raise
         teardown(nodes)
-        its = on_nodes.storage
-        store = Storage.open(f"{its.url.rstrip('/')}/runs/{run_id}", its.endpoint_url, its.patience_s)
+        storage = on_nodes.storage
+        store = Storage.open(f"{storage.url.rstrip('/')}/runs/{run_id}", storage.endpoint_url, storage.patience_s)
         summary = summary_of(store.get_bytes("summary.json").decode())
         if nodes is not None:
             bill(nodes.spent(), summary, store)
@@ -92,7 +92,7 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
 @task(cache_policy=NO_CACHE)
 def provision(nodes: LeasedNodes | None, config: RunConfig, shares: Callable[[], Shares]) -> list[Host]:
     """Create the nodes, and show the plan as an artifact; or find the given hosts."""
-    hosts = _given(config, shares()) if nodes is None else nodes.make(_show_plan)
+    hosts = _static_hosts(config, shares()) if nodes is None else nodes.make(_show_plan)
     get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
     return hosts
 
@@ -149,15 +149,15 @@ def _leased(
     config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log
 ) -> AbstractContextManager[LeasedNodes | None]:
     """The run's nodes; None for given hosts, which are never created, replaced or destroyed."""
-    its = config.provision
-    if its.kind == "static":
+    settings = config.provision
+    if settings.kind == "static":
         return nullcontext()
     request = variables(config, run_id, control, datetime.now(UTC))
-    prices = {role: its.dollars(nodes) for role, nodes in by_role(config).items()}
-    return LeasedNodes(request, STATE, length_s=its.lease_s, prices=prices, log=log)
+    prices = {role: settings.dollars(nodes) for role, nodes in by_role(config).items()}
+    return LeasedNodes(request, STATE, length_s=settings.lease_s, prices=prices, log=log)
 
 
-def _given(config: RunConfig, shares: Shares) -> list[Host]:
+def _static_hosts(config: RunConfig, shares: Shares) -> list[Host]:
     """The given hosts, by role.
     Raises ProvisionError if fewer hosts serve a role's queue than the run needs."""
     hosts: list[Host] = []
@@ -173,7 +173,7 @@ def _given(config: RunConfig, shares: Shares) -> list[Host]:
 
 
 @contextmanager
-def _reaped_where_cancelled() -> Iterator[None]:
+def _reap_on_cancel() -> Iterator[None]:
     """Start the reaper at once if this process is asked to end, which leaves it only half a minute.
 
     By then the nodes have been handed over to the reaper."""
@@ -182,13 +182,13 @@ def _reaped_where_cancelled() -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception):
             # Without a reaper, the nodes shut themselves down at their expiry.
-            with seen_where_it_answers(), get_client(sync_client=True) as client, suppress(ObjectNotFound):
+            with best_effort(), get_client(sync_client=True) as client, suppress(ObjectNotFound):
                 client.create_flow_run_from_deployment(client.read_deployment_by_name(REAPER).id)
         raise
 
 
 @contextmanager
-def _given_out(
+def _assigned_shares(
     config: RunConfig, hosts: list[Host], shares: Shares, nodes: LeasedNodes | None, log: Log
 ) -> Iterator[Fleet]:
     """Give out the shares of the run; on exit, end them all."""
@@ -202,7 +202,7 @@ def _given_out(
             else:
                 if nodes is not None:
                     nodes.hand_over()  # first, as Prefect may be down
-                with seen_where_it_answers():
+                with best_effort():
                     shares.stop()
             raise
         _end(shares, log)
@@ -211,12 +211,12 @@ def _given_out(
 def _end(shares: Shares, log: Log) -> None:
     """End all shares, then give out no more."""
     deadline = time.monotonic() + _END_S
-    while not told("cancel the run's shares", shares.stop, log):
+    while not retry("cancel the run's shares", shares.stop, log):
         if time.monotonic() > deadline:
             log(f"some nodes are still running their shares after {_END_S:g} s")
             break
-        time.sleep(_LOOK_S)
-    told("delete the run's work queues", shares.close, log)
+        time.sleep(_POLL_S)
+    retry("delete the run's work queues", shares.close, log)
 
 
 def _watch(
@@ -224,23 +224,23 @@ def _watch(
 ) -> None:
     """Supervise nodes and shares until the run has ended in order."""
     while not fleet.over:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         if nodes is not None:
             nodes.check()
-        with seen_where_it_answers():
-            fleet.look()
+        with best_effort():
+            fleet.reconcile()
             _show_progress(fleet, progress, client)
             if nodes is not None and (spent := nodes.spent()).is_over(fleet.config.budget):
-                mark(client, fleet.leading.id, f"{FINISH}budget")
+                add_tag(client, fleet.leading.id, f"{FINISH}budget")
                 text = f"the nodes have cost ${spent.dollars():.2f}, more than provision.budget"
                 alerts.show([Alert(kind="budget", step=0, text=text)])
-        if fleet.cancelled or progress.cancelled_unheard():
-            raise CancelUnheard
-    deadline = time.monotonic() + _SEE_S  # the other nodes notice the end by themselves
+        if fleet.cancelled or progress.cancel_ignored():
+            raise FlowRunCancelled
+    deadline = time.monotonic() + _NOTICE_END_S  # the other nodes notice the end by themselves
     while time.monotonic() < deadline and not fleet.ended:
-        time.sleep(_LOOK_S)
-        with seen_where_it_answers():
-            fleet.look()
+        time.sleep(_POLL_S)
+        with best_effort():
+            fleet.reconcile()
 
 
 def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) -> None:
@@ -248,17 +248,17 @@ def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) 
     if shown := newest_artifact(client, UUID(fleet.leading.id), PROGRESS):
         progress.show(float(str(shown.data)), shown.description or "")
         return
-    waits = [share.name for share in fleet.shares if share.seen.node is None]
+    waits = [share.name for share in fleet.shares if share.state.node is None]
     progress.show(0.0, f"waiting for {', '.join(waits)}" if waits else "starting")
 
 
-def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
+def _copy_artifacts(client: SyncPrefectClient, share: str, log: Log) -> None:
     """Copy the head node's artifacts to this flow run."""
     for key in (TRACKING, SUMMARY, RESULT):
-        if found := told(f"read the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
+        if found := retry(f"read the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
             its = found.model_dump(include={"key", "type", "data", "description"})
             again = ArtifactCreate(**its, flow_run_id=UUID(flow_run.id))
-            told(f"store the artifact {key}", partial(client.create_artifact, again), log)
+            retry(f"store the artifact {key}", partial(client.create_artifact, again), log)
 
 
 def _run_id(config: RunConfig) -> str:

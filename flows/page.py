@@ -28,14 +28,14 @@ from areal_core.types import Alert
 
 PATIENCE_S = 3600.0  # patience with a server that is down at the end of a run; its processes have ended
 _QUICK_S = 5.0  # timeout of progress calls
-_AGAIN_S = 5.0
-_LOOK_S = 10.0  # interval of checks for a cancellation
-_UNHEARD_S = 20.0  # a listening worker sends SIGTERM at once
+_RETRY_S = 5.0
+_CANCEL_CHECK_S = 10.0  # interval of checks for a cancellation
+_CANCEL_GRACE_S = 20.0  # a listening worker sends SIGTERM at once
 
 _Response = TypeVar("_Response")
 
 
-class CancelUnheard(Exception):  # noqa: N818 - an ending, not a failure
+class FlowRunCancelled(Exception):  # noqa: N818 - an ending, not a failure
     """The flow run is to be cancelled, but its worker does not act."""
 
 
@@ -47,7 +47,7 @@ class Progress:
         self._clock = clock
         self._artifact: UUID | None = None  # None: not created yet
         self._client = get_client(sync_client=True, httpx_settings={"timeout": _QUICK_S})
-        self._looked = clock()
+        self._checked_at = clock()
         self._cancelling_since: float | None = None
 
     def __enter__(self) -> Progress:
@@ -59,7 +59,7 @@ class Progress:
 
     def show(self, percent: float, text: str) -> None:
         """Try once to show the progress; `percent` is 0 to 100."""
-        with seen_where_it_answers():
+        with best_effort():
             if self._artifact is None:
                 made = ArtifactCreate(
                     key=self._key, type="progress", data=percent, description=text, flow_run_id=UUID(flow_run.id)
@@ -71,24 +71,24 @@ class Progress:
     def link(self, key: str, address: str, text: str) -> None:
         """Try once to show a link."""
         shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
-        with seen_where_it_answers():
+        with best_effort():
             self._client.create_artifact(shown)
 
-    def cancelled_unheard(self) -> bool:
+    def cancel_ignored(self) -> bool:
         """Whether the flow run is in state Cancelling and its worker has not acted for 20 s.
 
         After an outage of the server, Prefect's worker stops listening for cancellations."""
         now = self._clock()
-        if now - self._looked < _LOOK_S:
+        if now - self._checked_at < _CANCEL_CHECK_S:
             return False
-        self._looked = now
-        with seen_where_it_answers():
+        self._checked_at = now
+        with best_effort():
             state = self._client.read_flow_run(UUID(flow_run.id)).state
             if state is None or state.type is not StateType.CANCELLING:
                 self._cancelling_since = None
             elif self._cancelling_since is None:
                 self._cancelling_since = now
-        return self._cancelling_since is not None and now - self._cancelling_since >= _UNHEARD_S
+        return self._cancelling_since is not None and now - self._cancelling_since >= _CANCEL_GRACE_S
 
 
 def tie_to_worker() -> None:
@@ -98,13 +98,13 @@ def tie_to_worker() -> None:
 
 
 @contextlib.contextmanager
-def seen_where_it_answers() -> Iterator[None]:
+def best_effort() -> Iterator[None]:
     """Context manager for API calls without retry. Ignores HTTP errors."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
         yield
 
 
-def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
+def retry(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
     """Return the response of an API call; repeat the call while the server is down.
 
     If the server refuses or stays down, log the error, and return None.
@@ -123,7 +123,7 @@ def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -
                 if not waiting:
                     log(f"Prefect's server does not respond; retrying to {what}: {error}")
                 waiting = True
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def show_table(what: str, rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
@@ -131,7 +131,7 @@ def show_table(what: str, rows: Sequence[Mapping[str, Any]], *, key: str, title:
 
     `what` names the table in the log if the server refuses it or stays down."""
     create = partial(create_table_artifact, [dict(row) for row in rows], key=key, description=title)
-    told(f"store {what}", create, get_run_logger().warning)
+    retry(f"store {what}", create, get_run_logger().warning)
 
 
 class Alerts:

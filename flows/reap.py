@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ArealError
-from flows.page import show_table, tie_to_worker, told
+from flows.page import retry, show_table, tie_to_worker
 from flows.provision.reaper import reaper_of
 from flows.shares import forget
 from flows.stack import STATE
@@ -35,7 +35,7 @@ def areal_reap(store: str | None = None) -> State:
     def forget_run(run: str) -> None:
         with get_client(sync_client=True) as client:
             forget_it = partial(forget, client, run, ProvisionConfig.work_pool)
-            told(f"delete the work queues of run {run}", forget_it, log.warning)
+            retry(f"delete the work queues of run {run}", forget_it, log.warning)
 
     try:
         reaper = reaper_of(STATE, store, log.info, forget_run)

@@ -29,7 +29,7 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
-from flows.page import Alerts, CancelUnheard, Progress, show_table, told
+from flows.page import Alerts, FlowRunCancelled, Progress, retry, show_table
 from flows.shared import RESULT, SUMMARY, TRACKING
 
 THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Any: Prefect's annotations reject this runner
@@ -44,26 +44,26 @@ def run_roles(
     progress: Progress,
     log: Callable[[str], None],
     *,
-    on_look: Callable[[core.Run], None] = lambda _: None,
+    on_poll: Callable[[core.Run], None] = lambda _: None,
 ) -> RunSummary:
     """Run all roles of a prepared run to its end, and return its summary.
 
-    `on_look` is called with the run every two seconds. A run that has ended before returns its stored summary. Raises
-    CancelUnheard, or the run's first failure."""
+    `on_poll` is called with the run every two seconds. A run that has ended before returns its stored summary. Raises
+    FlowRunCancelled, or the run's first failure."""
     if run_dir.summary.exists():
         return core.read_summary(run_dir)
     run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
     try:
         roles = [supervise.with_options(name=role).submit(run, role) for role in _ROLES]
         while wait(roles, timeout=_INTERVAL_S).not_done:
-            on_look(run)
+            on_poll(run)
             if status := run.status():
                 progress.show(100.0 * status.step / status.steps, describe(status))
                 alerts.show(status.alerts)
-            if progress.cancelled_unheard():
+            if progress.cancel_ignored():
                 run.stop("the flow run was cancelled")
                 wait(roles, timeout=_END_S)
-                raise CancelUnheard
+                raise FlowRunCancelled
     finally:
         run.stop("the flow run has ended")  # no effect if the run has ended by itself
     return run.report()  # raises the failure, if there was one
@@ -105,7 +105,7 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
     page, name = result_markdown(summary.run_id, rows), summary.run_id
     show_table(f"the result, which is in {run_dir.summary}", rows, key=RESULT, title=f"Result of {name}")
-    told(f"store the page of {name}", lambda: create_markdown_artifact(page, key=SUMMARY), get_run_logger().warning)
+    retry(f"store the page of {name}", lambda: create_markdown_artifact(page, key=SUMMARY), get_run_logger().warning)
 
 
 def _untracked(run_dir: RunDir) -> str | None:

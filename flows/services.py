@@ -26,7 +26,7 @@ GRACE_S = 10.0
 ORPHAN_GRACE_S = 20.0  # grace of a process whose supervisor was killed
 _START_TIMEOUT_S = 120.0
 _PROBE_INTERVAL_S = 0.1  # third-party servers don't announce that they are ready
-_LOOK_INTERVAL_S = 10.0  # interval of log rotation
+_POLL_INTERVAL_S = 10.0  # interval of log rotation
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class _Service:
     grace_s: float
     sessions: bool  # its descendants use other sessions
     needed: bool  # all services end with it
-    again: Callable[[], None] | None  # restarts the service; None: no restarts left
+    restart: Callable[[], None] | None  # restarts the service; None: no restarts left
 
-    def obituary(self) -> str:
+    def exit_message(self) -> str:
         name, log = self.process.name, self.process.log
         how = children.how_it_ended(self.process.status())
         return f"{name} {how}: {log.last_lines(name, 1)} ({log.path})"
 
 
-class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
+class _StopRequested(Exception):  # noqa: N818 - an ending, not a failure
     """This process has received a signal to end."""
 
 
@@ -55,17 +55,17 @@ class Services:
     def __init__(self, *, cwd: Path, logs: Path) -> None:
         self._cwd, self._logs = cwd, logs
         self._services: list[_Service] = []
-        self._asked = StopSignal()
+        self._stop_requested = StopSignal()
 
     def __enter__(self) -> Services:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, lambda *_: self._asked.set())
+            signal.signal(signum, lambda *_: self._stop_requested.set())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         while self._services:
             self._end(self._services[-1])
-        return kind is _StopAsked
+        return kind is _StopRequested
 
     def _end(self, service: _Service) -> None:
         """End a service with its descendants.
@@ -93,14 +93,14 @@ class Services:
         """Start a service.
         It is restarted up to `restarts` times; if a `needed` service then ends, all services end."""
         options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
-        again = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
+        restart = functools.partial(self.start, name, argv, environment, grace_s, **options) if restarts else None
         log = LogFile(self._logs / f"{name}.log")
-        # Third-party programs don't call `process.adopt`. `foreign` is safe: no thread of this process holds a lock.
-        # An optional service (MLflow) first receives the last metrics of runs; then the sweeper ends it.
+        # Third-party programs don't call `process.tie_to_parent`. `foreign` is safe: no thread of this process holds a
+        # lock. An optional service (MLflow) first receives the last metrics of runs; then the sweeper ends it.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=needed
         )
-        self._services.append(_Service(started, grace_s, sessions, needed, again))
+        self._services.append(_Service(started, grace_s, sessions, needed, restart))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Wait until all probes succeed.
@@ -109,7 +109,7 @@ class Services:
         missing = dict(probes)
         while missing:
             for service in self._ended(_PROBE_INTERVAL_S):
-                raise ProcessError(service.obituary())
+                raise ProcessError(service.exit_message())
             missing = {name: ready for name, ready in missing.items() if not ready()}
             if time.monotonic() > deadline:
                 raise ProcessError(
@@ -120,26 +120,26 @@ class Services:
         """Watch until asked to stop; yield one line per ended service.
         Raises ProcessError once a needed service ends without restarts left."""
         while True:
-            for service in self._ended(_LOOK_INTERVAL_S):
-                obituary = service.obituary()
-                if service.again is None and service.needed:
-                    raise ProcessError(obituary)
+            for service in self._ended(_POLL_INTERVAL_S):
+                exit_message = service.exit_message()
+                if service.restart is None and service.needed:
+                    raise ProcessError(exit_message)
                 place = self._services.index(service)
                 self._end(service)
-                if service.again is None:
-                    yield f"{obituary}; runs continue without it and keep their metrics until it is back"
+                if service.restart is None:
+                    yield f"{exit_message}; runs continue without it and keep their metrics until it is back"
                     continue
-                service.again()
+                service.restart()
                 self._services.insert(place, self._services.pop())  # keeps its place in the order of the end
-                yield f"{obituary}; restarting it while runs continue"
+                yield f"{exit_message}; restarting it while runs continue"
             for service in self._services:
                 service.process.log.new_lines()  # reading rotates the log
             children.sweeper.check()
 
     def _ended(self, timeout_s: float | None) -> list[_Service]:
         """Services that have ended.
-        Waits up to `timeout_s` for one, or for the stop request, which raises _StopAsked."""
-        ended = poll([self._asked.fileno(), *(service.process.pidfd for service in self._services)], timeout_s)
-        if self._asked.fileno() in ended:
-            raise _StopAsked
+        Waits up to `timeout_s` for one, or for the stop request, which raises _StopRequested."""
+        ended = poll([self._stop_requested.fileno(), *(service.process.pidfd for service in self._services)], timeout_s)
+        if self._stop_requested.fileno() in ended:
+            raise _StopRequested
         return [service for service in self._services if service.process.pidfd in ended]

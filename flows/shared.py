@@ -19,7 +19,7 @@ COST = "areal-cost"
 PLACES = "areal-places"
 TRACKING = "areal-tracking"
 
-HOPELESS = (  # permanent errors: a retry would fail too
+FATAL_ERRORS = (  # permanent errors: a retry would fail too
     errors.ConfigError,
     errors.DivergenceError,
     errors.ModelError,

@@ -28,7 +28,7 @@ from prefect.states import Cancelled, Cancelling, Crashed
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProvisionError
-from flows.fleet import Seen, Stage
+from flows.fleet import ShareState, Stage
 from flows.provision.nodes import Host
 from flows.provision.request import ROLES, by_role, queue
 
@@ -52,7 +52,7 @@ _UNFINISHED = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateT
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class HeadAddress:
     url: str  # address of the head node's data server
     token: str
 
@@ -85,7 +85,7 @@ class Shares:
         left = _unfinished(client, run_id)  # adopts the shares of a killed flow
         self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
-    def give(self, role: str, index: int) -> str:
+    def submit(self, role: str, index: int) -> str:
         if (left := self._left.pop((role, index), None)) is not None:
             return left
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _TRIES}):
@@ -100,14 +100,14 @@ class Shares:
             )
         return str(made.id)
 
-    def seen(self, ids: Iterable[str]) -> dict[str, Seen]:
+    def states(self, ids: Iterable[str]) -> dict[str, ShareState]:
         chosen = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[UUID(each) for each in ids]))
-        return {str(run.id): _seen(run) for run in self._client.read_flow_runs(flow_run_filter=chosen)}
+        return {str(run.id): _state_of(run) for run in self._client.read_flow_runs(flow_run_filter=chosen)}
 
-    def lose(self, share: str, reason: str) -> None:
+    def mark_lost(self, share: str, reason: str) -> None:
         self._client.set_flow_run_state(UUID(share), Crashed(message=reason), force=True)
 
-    def silent_s(self) -> dict[str, float]:
+    def heartbeat_age_s(self) -> dict[str, float]:
         return {node: silent for role in by_role(self._config) for node, silent in self._workers(role)}
 
     def hosts(self, role: str) -> list[Host]:
@@ -156,18 +156,18 @@ def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
         client.delete_block_document(document.id)
 
 
-def publish(run_id: str, where: Whereabouts) -> None:
-    """Write the head node's whereabouts to the secret block, over any earlier ones."""
+def publish_head(run_id: str, address: HeadAddress) -> None:
+    """Write the head node's address and token to the secret block, over any earlier ones."""
     block: Any = Secret  # Any: Secret[str] would be another block type for Prefect
-    block(value=json.dumps(asdict(where))).save(_block(run_id), overwrite=True)
+    block(value=json.dumps(asdict(address))).save(_block(run_id), overwrite=True)
 
 
-def whereabouts(run_id: str) -> Whereabouts | None:
-    """The head node's whereabouts; None if no head node is up.
+def head_address(run_id: str) -> HeadAddress | None:
+    """The head node's address and token; None if no head node is up.
     Raises httpx.HTTPError if Prefect's server is down."""
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         document = client.read_block_document_by_name(_block(run_id), _BLOCK, include_secrets=True)
-        return Whereabouts(**json.loads(document.data["value"]))
+        return HeadAddress(**json.loads(document.data["value"]))
     return None
 
 
@@ -181,7 +181,7 @@ def tags_of(client: SyncPrefectClient, flow_run_id: str) -> list[str]:
     return client.read_flow_run(UUID(flow_run_id)).tags
 
 
-def mark(client: SyncPrefectClient, flow_run_id: str, tag: str) -> None:
+def add_tag(client: SyncPrefectClient, flow_run_id: str, tag: str) -> None:
     tags = tags_of(client, flow_run_id)
     if tag not in tags:
         client.update_flow_run(UUID(flow_run_id), tags=[*tags, tag])
@@ -195,12 +195,12 @@ def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:
     return client.read_flow_runs(flow_run_filter=chosen)
 
 
-def _seen(run: FlowRun) -> Seen:
+def _state_of(run: FlowRun) -> ShareState:
     node = next((tag.removeprefix(NODE) for tag in run.tags if tag.startswith(NODE)), None)
     state = run.state
     message = (state and state.message) or ""
     if state is None or (node is None and not state.is_final()):
-        return Seen(Stage.WAITS, None, message)
+        return ShareState(Stage.WAITING, None, message)
     if state.is_final():
-        return Seen(_BY_NAME.get(state.name or "", _BY_TYPE[state.type]), node, message)
-    return Seen(Stage.RUNS, node, message)
+        return ShareState(_BY_NAME.get(state.name or "", _BY_TYPE[state.type]), node, message)
+    return ShareState(Stage.RUNNING, node, message)

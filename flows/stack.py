@@ -39,11 +39,11 @@ from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
-Tied = Literal["train", "compare", "evaluate"]  # commands whose stack ends with them
-Owner = Literal["up", Tied]
+CommandOwner = Literal["train", "compare", "evaluate"]  # commands whose stack ends with them
+Owner = Literal["up", CommandOwner]
 
-SOLE = "sole"  # argument for the worker: no other worker serves this Prefect server
-_LOOK_S = 0.5  # a check for a running stack may hold the lock this long
+ONLY_WORKER = "sole"  # argument for the worker: no other worker serves this Prefect server
+_LOCK_TIMEOUT_S = 0.5  # a check for a running stack may hold the lock this long
 _claims: list[socket.socket] = []  # claims of ports, for the life of this process
 _RESTARTS = 3
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
@@ -87,8 +87,8 @@ def prefect_environment(api_url: str | None) -> dict[str, str]:
 
 def running() -> Stack | None:
     """The running stack of this checkout; None if there is none."""
-    told = STATE / "stack.json"
-    return Stack(**json.loads(told.read_text())) if FileLock.is_held(STATE / "stack.lock") and told.exists() else None
+    file = STATE / "stack.json"
+    return Stack(**json.loads(file.read_text())) if FileLock.is_held(STATE / "stack.lock") and file.exists() else None
 
 
 class Launch:
@@ -124,7 +124,7 @@ class Launch:
         os.set_blocking(self._reports.fileno(), False)
         return Stack(**report)
 
-    def news(self, timeout_s: float = 0.0) -> list[str]:
+    def new_messages(self, timeout_s: float = 0.0) -> list[str]:
         """New messages for the user, one line each. Waits up to `timeout_s` seconds for the first.
 
         Raises ProcessError, naming the dead process, once the stack has ended by itself."""
@@ -183,7 +183,7 @@ def serve(owner: Owner, report: int) -> int:
         with _lock(), Services(cwd=WORK, logs=LOGS) as services:
             try:
                 if owner != "up":
-                    process.adopt()
+                    process.tie_to_parent()
                 stack = _start(services, owner)
                 write_json(STATE / "stack.json", dataclasses.asdict(stack))
                 say(dataclasses.asdict(stack))
@@ -213,7 +213,7 @@ def _start(services: Services, owner: Owner) -> Stack:
         settings = prefect_environment(prefect_api) | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
         services.start("prefect-server", argv, settings, restarts=_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
-        worker.append(SOLE)
+        worker.append(ONLY_WORKER)
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000)
         mlflow_uri = f"http://127.0.0.1:{port}"
@@ -241,7 +241,7 @@ def _mlflow_argv(port: int) -> list[str]:
 def _lock() -> FileLock:
     """Lock of this checkout's stack. The kernel releases it when this process ends for any reason."""
     busy = f"servers already run in {STATE.parent}; stop those of `areal up` with `areal down`"
-    return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
+    return FileLock(STATE / "stack.lock", timeout_s=_LOCK_TIMEOUT_S, busy=busy)
 
 
 def _port(variable: str, default: int) -> int:
@@ -251,13 +251,13 @@ def _port(variable: str, default: int) -> int:
     if asked is not None:
         if not asked.isdigit() or not 0 < int(asked) < 65536:
             raise ConfigError(f"{variable}: must be a port, 1 to 65535, got {asked!r}")
-        if not _claimed(int(asked)):
+        if not _claim_port(int(asked)):
             raise ConfigError(f"{variable}: port {asked} is in use; set another port or unset {variable}")
         return int(asked)
-    return next(port for port in itertools.chain([default], iter(_any_port, None)) if _claimed(port))
+    return next(port for port in itertools.chain([default], iter(_any_port, None)) if _claim_port(port))
 
 
-def _claimed(port: int) -> bool:
+def _claim_port(port: int) -> bool:
     """Claim a port for this stack; False if it is in use or claimed.
 
     A server binds its port only after seconds. Until then an abstract socket name shows the claim to other stacks."""
@@ -293,5 +293,5 @@ def responds(url: str) -> bool:
 
 
 if __name__ == "__main__":  # started by `Launch`
-    its_owner: Any = sys.argv[1]
-    sys.exit(serve(its_owner, int(sys.argv[2])))
+    stack_owner: Any = sys.argv[1]
+    sys.exit(serve(stack_owner, int(sys.argv[2])))

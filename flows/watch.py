@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact, FlowRun
 
-_LOOK_INTERVAL_S = 1.0  # Prefect's API has to be polled
+_POLL_INTERVAL_S = 1.0  # Prefect's API has to be polled
 _CANCEL_TIMEOUT_S = 60.0
-_SILENT = "Prefect's server does not respond. The run continues; progress returns when the server does."
-_NEWS_TIMEOUT_S = 2.0  # the supervisor notices a dead server at once
+_SERVER_DOWN = "Prefect's server does not respond. The run continues; progress returns when the server does."
+_MESSAGE_TIMEOUT_S = 2.0  # the supervisor notices a dead server at once
 
 _Response = TypeVar("_Response")
-News = Callable[[], list[str]]  # returns new messages for the user; raises ProcessError once the servers have ended
+Messages = Callable[[], list[str]]  # returns new messages for the user; raises ProcessError once the servers have ended
 
 
-def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dict[str, Any]]) -> int:
+def run_command(owner: stack.CommandOwner, deployment: str, parameters: Callable[[], dict[str, Any]]) -> int:
     """Body of the command `areal OWNER`: one flow run of `deployment`. Returns the exit code.
 
     `parameters` returns the flow's parameters. It raises ConfigError for wrong settings before any server starts."""
@@ -62,10 +62,10 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
         try:
-            return _run(deployment, chosen, up, console, launch.news if launch else list)
+            return _run(deployment, chosen, up, console, launch.new_messages if launch else list)
         except httpx.HTTPError as error:
             if launch is not None:
-                launch.news(_NEWS_TIMEOUT_S)  # raises ProcessError with the reason, if known
+                launch.new_messages(_MESSAGE_TIMEOUT_S)  # raises ProcessError with the reason, if known
             api = os.environ.get("PREFECT_API_URL")  # set by the user or by the stack
             raise ProcessError(
                 f"PREFECT_API_URL: no Prefect server responds at {api}: {error}; start it, or unset the variable"
@@ -81,7 +81,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             launch.stop(at_once=at_once)
 
 
-def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: Console, news: News) -> int:
+def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: Console, messages: Messages) -> int:
     """Start the flow run, show its progress, then its result. Returns the exit code."""
     from prefect import get_client
     from prefect.utilities.urls import url_for
@@ -102,7 +102,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             console.print(
                 f"Flow run [bold]{_safe(flow_run.name)}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True
             )
-            flow_run = _watch(client, flow_run.id, console, news)
+            flow_run = _watch(client, flow_run.id, console, messages)
         except KeyboardInterrupt:
             again = "stop waiting" if up.owner == "up" else "kill all processes at once"
             console.print(
@@ -132,23 +132,23 @@ def _python_path() -> str:
     return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # working directory first
 
 
-def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
+def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, messages: Messages) -> FlowRun:
     """Show the progress artifact until the flow run ends: as a bar on a terminal, elsewhere as lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
         said, silent = None, False
         while True:
-            for line in news():
+            for line in messages():
                 console.print(_safe(line), soft_wrap=True)
-            look = _asked(lambda: (client.read_flow_run(flow_run_id), newest_artifact(client, flow_run_id, PROGRESS)))
-            if (look is None) != silent:
-                silent = look is None
-                console.print(_SILENT if silent else "Prefect's server responds again.", soft_wrap=True)
-            if look is None:
-                time.sleep(_LOOK_INTERVAL_S)
+            polled = _query(lambda: (client.read_flow_run(flow_run_id), newest_artifact(client, flow_run_id, PROGRESS)))
+            if (polled is None) != silent:
+                silent = polled is None
+                console.print(_SERVER_DOWN if silent else "Prefect's server responds again.", soft_wrap=True)
+            if polled is None:
+                time.sleep(_POLL_INTERVAL_S)
                 continue
-            flow_run, artifact = look
+            flow_run, artifact = polled
             assert flow_run.state is not None
             done = float(str(artifact.data)) if artifact else 0.0
             text = _safe(artifact.description if artifact and artifact.description else str(flow_run.state.name))
@@ -158,7 +158,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
                 console.print(text, soft_wrap=True)
             if flow_run.state.is_final():
                 return flow_run
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> None:
@@ -168,20 +168,20 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     client.set_flow_run_state(flow_run_id, Cancelling())
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while time.monotonic() < deadline:
-        flow_run = _asked(lambda: client.read_flow_run(flow_run_id))
+        flow_run = _query(lambda: client.read_flow_run(flow_run_id))
         if flow_run is not None and flow_run.state is not None and flow_run.state.is_final():
             console.print(f"The flow run is {flow_run.state.name}.")
             return
-        time.sleep(_LOOK_INTERVAL_S)
+        time.sleep(_POLL_INTERVAL_S)
     console.print(f"The flow run has not ended after {_CANCEL_TIMEOUT_S:.0f} s.")
 
 
-def _asked(look: Callable[[], _Response]) -> _Response | None:
+def _query(call: Callable[[], _Response]) -> _Response | None:
     """Response of the server, without retry; None if it is down, late or responds with an error."""
-    from flows.page import seen_where_it_answers  # imports Prefect
+    from flows.page import best_effort  # imports Prefect
 
-    with seen_where_it_answers():
-        return look()
+    with best_effort():
+        return call()
     return None
 
 

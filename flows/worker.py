@@ -34,7 +34,7 @@ from areal_core.launch import process
 from flows.places import FILES, STATE, WORK
 from flows.provision.nodes import control_outputs
 from flows.shares import REAPER
-from flows.stack import SOLE, WORKER_READY
+from flows.stack import ONLY_WORKER, WORKER_READY
 
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 PREFECT_FILE = FILES / "prefect.yaml"
@@ -81,7 +81,7 @@ async def _prepare() -> list[UUID]:
             with contextlib.suppress(ObjectAlreadyExists):
                 await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
         await make_automations(client)
-        if SOLE in sys.argv:
+        if ONLY_WORKER in sys.argv:
             await _mark_crashed(client)
         return [deployment.id for deployment in await client.read_deployments() if deployment.paused]
 
@@ -137,7 +137,7 @@ async def _work() -> None:
 async def _until_healthy(client: PrefectClient) -> None:
     """Wait for the Prefect server, which may be starting too.
     Raises ProcessError if it does not respond in time."""
-    patience_s = _API_TIMEOUT_S if SOLE in sys.argv else _NAMED_TIMEOUT_S
+    patience_s = _API_TIMEOUT_S if ONLY_WORKER in sys.argv else _NAMED_TIMEOUT_S
     try:
         async with asyncio.timeout(patience_s):
             while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - the server can only be polled
@@ -172,7 +172,7 @@ def _deploy() -> None:
 
 
 if __name__ == "__main__":
-    process.adopt()
+    process.tie_to_parent()
     try:
         paused = asyncio.run(_prepare())
         _deploy()

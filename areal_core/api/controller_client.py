@@ -70,7 +70,7 @@ class ControllerClient:
         body = {"job": secrets.token_hex(8), "timeout_s": _POLL_S}
         return json.loads(self._poll("POST", f"/checkpoints/{step}", body))
 
-    def committed(self, step: int) -> None:
+    def report_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is complete, so that the controller can delete obsolete files."""
         self._json("POST", f"/checkpoints/{step}/committed", {})
 
@@ -83,7 +83,7 @@ class ControllerClient:
         """Wait for the next version to evaluate. Raises RunFinished."""
         return PolicyVersion(**json.loads(self._poll("GET", f"/evaluation?timeout_s={_POLL_S}")))
 
-    def evaluated(self, evaluation: Evaluation) -> bool:
+    def report_evaluation(self, evaluation: Evaluation) -> bool:
         """Report a version's score. Returns whether more versions will come."""
         return self._json("POST", "/evaluations", dataclasses.asdict(evaluation))["more"]
 

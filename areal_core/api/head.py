@@ -22,11 +22,11 @@ from areal_core.errors import ArealError, ConfigError, StorageError
 
 _TIMEOUT_S = 10.0  # longest silence of the head node within a response
 _PIECE = 2**18  # bytes of a file between two checks of `stopped`; a piece fits the CPU cache, where it is hashed
-_AGAIN_S = 0.5  # between two attempts to continue a file
+_RETRY_S = 0.5  # between two attempts to continue a file
 _LINE_CHARS = 300
 
 
-class AwayError(ArealError):
+class HeadNodeError(ArealError):
     """The head node is unreachable or sent a bad response; the request may be repeated."""
 
 
@@ -34,18 +34,18 @@ class Head:
     """Address of the head node's data server, and the run's token."""
 
     def __init__(
-        self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S, name: str = "--head"
+        self, address: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S, name: str = "--head"
     ) -> None:
-        """`where` is the URL, or a callable that returns it, if the head node may be replaced.
-        The callable raises AwayError while there is no head node. `name` is the configuration field of the URL.
+        """`address` is the URL, or a callable that returns it, if the head node may be replaced.
+        The callable raises HeadNodeError while there is no head node. `name` is the configuration field of the URL.
         Raises ConfigError for an invalid URL."""
-        self._where = checked_url(where, name) if isinstance(where, str) else where
+        self._where = checked_url(address, name) if isinstance(address, str) else address
         self.token = token
         self.timeout_s = timeout_s
 
     @property
     def url(self) -> str:
-        """The current URL. Raises AwayError if there is no head node yet."""
+        """The current URL. Raises HeadNodeError if there is no head node yet."""
         return self._where if isinstance(self._where, str) else self._where()
 
     def session(self) -> Session:
@@ -60,30 +60,30 @@ class Session:
         self.url = ""  # of the last connection
         self._connection: http.client.HTTPConnection | None = None
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Return the status (below 500) and body of a response.
-        Raises AwayError, or ConfigError for a refused token."""
+        Raises HeadNodeError, or ConfigError for a refused token."""
         response = self._respond(method, path, body, {})
-        with self._heard():
+        with self._translate_errors():
             content = response.read()
         if response.status >= 500:
-            raise AwayError(f"{self.url}{path}: {response.status}: {_line(content)}")
+            raise HeadNodeError(f"{self.url}{path}: {response.status}: {_line(content)}")
         return response.status, content
 
     def file(self, path: str, start: int) -> http.client.HTTPResponse:
         """Request a file from byte `start` on; returns the unread response.
-        Raises as `ask`, and StorageError if the head node does not have the file."""
+        Raises as `request`, and StorageError if the head node does not have the file."""
         response = self._respond("GET", path, None, {"Range": f"bytes={start}-"} if start else {})
         if response.status in (200, 206):
             return response
-        with self._heard():
+        with self._translate_errors():
             line = f"{self.url}{path}: {response.status}: {_line(response.read())}"
-        raise AwayError(line) if response.status >= 500 else StorageError(line)
+        raise HeadNodeError(line) if response.status >= 500 else StorageError(line)
 
     def read(self, response: http.client.HTTPResponse, buffer: memoryview) -> int:
         """Read more bytes of a file into `buffer`; returns how many, 0 at the end of the file.
-        Raises AwayError."""
-        with self._heard():
+        Raises HeadNodeError."""
+        with self._translate_errors():
             return response.readinto(buffer)
 
     def close(self) -> None:
@@ -96,12 +96,12 @@ class Session:
         while True:
             was_open = self._connection is not None
             try:
-                with self._heard():
+                with self._translate_errors():
                     connection = self._connect()
                     connection.request(method, path, body, headers | known)
                     response = connection.getresponse()
                 break
-            except AwayError:
+            except HeadNodeError:
                 if not was_open:  # else the head node may have closed the idle connection: try a new one
                     raise
         if response.status == 401:
@@ -118,20 +118,20 @@ class Session:
         return self._connection
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Turn connection errors of the block into AwayError, and close the connection."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn connection errors of the block into HeadNodeError, and close the connection."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise AwayError(f"{self.url} does not respond: {error or type(error).__name__}") from None
+            raise HeadNodeError(f"{self.url} does not respond: {error or type(error).__name__}") from None
 
 
 def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
     """Copy a file from the head node to `target`, hashing it on arrival; returns its size in bytes.
 
-    An interrupted transfer continues at the last byte. Raises AwayError if no byte comes for `patience_s` seconds, or
-    once `stopped()` is true. Raises StorageError if the head node lacks the file, or if the blake3 `digest` differs.
+    An interrupted transfer continues at the last byte. Raises HeadNodeError if no byte comes for `patience_s` seconds,
+    or once `stopped()` is true. Raises StorageError if the head node lacks the file, or if the blake3 `digest` differs.
     Raises OSError if the file can't be written.
     """
     size, total, hashed, buffer = 0, None, blake3(), memoryview(bytearray(_PIECE))
@@ -154,17 +154,17 @@ def fetch(head: Head, path: str, target: Path, digest: str, *, stopped: Callable
                     size += count
                 if size != total:
                     session.close()
-                    raise AwayError("the response ended early")
-            except AwayError as error:
+                    raise HeadNodeError("the response ended early")
+            except HeadNodeError as error:
                 said = str(error)
             if stopped():
-                raise AwayError(f"{path}: the download was cancelled")
+                raise HeadNodeError(f"{path}: the download was cancelled")
             if size > before:
                 came_at = time.monotonic()
             elif time.monotonic() - came_at > patience_s:
-                raise AwayError(f"{path} is incomplete, {size} of {total} bytes: {said}")
+                raise HeadNodeError(f"{path} is incomplete, {size} of {total} bytes: {said}")
             if size != total:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
     if (found := hashed.hexdigest()) != digest:
         advice = "the head node's file is damaged or has changed: restore it there"
         raise StorageError(f"{session.url}{path}: must have digest {digest}, got {found}; {advice}")
@@ -185,11 +185,11 @@ def checked_url(url: str, name: str = "--head") -> str:
 
 
 def parsed(content: bytes) -> Any:
-    """Parse JSON from the head node. Raises AwayError for anything else."""
+    """Parse JSON from the head node. Raises HeadNodeError for anything else."""
     try:
         return json.loads(content)
     except ValueError:
-        raise AwayError(f"the head node sent invalid JSON: {_line(content)}") from None
+        raise HeadNodeError(f"the head node sent invalid JSON: {_line(content)}") from None
 
 
 def _line(content: bytes) -> str:

@@ -10,27 +10,27 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_LOOKS = 5  # a limit has so many parts; a part does not count if its timer fires late by a whole part
+_PARTS = 5  # a limit has so many parts; a part does not count if its timer fires late by a whole part
 
 
 @asynccontextmanager
-async def patience(seconds: float | None) -> AsyncIterator[None]:
+async def lag_tolerant_timeout(seconds: float | None) -> AsyncIterator[None]:
     """Like `asyncio.timeout(seconds)`, but ignores time in which the loop was blocked. None: no limit."""
     if seconds is None:
         yield
         return
-    loop, part_s, left = asyncio.get_running_loop(), seconds / _LOOKS, _LOOKS
+    loop, part_s, left = asyncio.get_running_loop(), seconds / _PARTS, _PARTS
 
-    def look(due_s: float) -> None:
+    def count_part(due_s: float) -> None:
         nonlocal left, timer
         left -= loop.time() - due_s < part_s
         if left:
-            timer = loop.call_later(part_s, look, loop.time() + part_s)
+            timer = loop.call_later(part_s, count_part, loop.time() + part_s)
         else:
             limit.reschedule(loop.time())
 
     async with asyncio.timeout(None) as limit:
-        timer = loop.call_later(part_s, look, loop.time() + part_s)
+        timer = loop.call_later(part_s, count_part, loop.time() + part_s)
         try:
             yield
         finally:

@@ -83,7 +83,7 @@ class PendingCompletions:
         self._completions = [_Completion() for _ in range(request.n)]
         self._finished: list[int] = []  # indices of completions finished since the last call of `finished`
         self._kept = Tally()  # tokens of the accepted segments
-        self._refused = Tally()  # tokens of refused or discarded segments
+        self._discarded = Tally()  # tokens of refused or discarded segments
         self.begun = False  # some segments have come: request each remaining completion by itself
         self.sent = False  # to a server, whose counters include these completions from then on
         self.notify: Callable[[], None] = lambda: None  # called when a completion is finished
@@ -93,7 +93,7 @@ class PendingCompletions:
         Raises GenerationError for a response that can't be continued; none of it is kept."""
         sampled = self._tally(indices, received)
         if problem := _problem(indices, received):
-            self._refused += sampled
+            self._discarded += sampled
             raise GenerationError(problem)
         self._kept += sampled
         self.begun = True
@@ -120,7 +120,7 @@ class PendingCompletions:
         """Start over. The tokens received so far count as refused."""
         self._completions, self._finished = [_Completion() for _ in self._completions], []
         self.begun = False
-        self._refused, self._kept = self._refused + self._kept, Tally()
+        self._discarded, self._kept = self._discarded + self._kept, Tally()
 
     def lengths(self) -> list[int]:
         """Sampled tokens of each completion so far."""
@@ -149,13 +149,13 @@ class PendingCompletions:
         return tuple(map(self._sampled, range(len(self._completions))))
 
     def sampled(self) -> Tally:
-        """Count the tokens received from servers, except those that `take_refused` has returned."""
-        return self._kept + self._refused
+        """Count the tokens received from servers, except those that `take_discarded` has returned."""
+        return self._kept + self._discarded
 
-    def take_refused(self) -> Tally:
+    def take_discarded(self) -> Tally:
         """Count the tokens that were refused or discarded since the last call."""
-        refused, self._refused = self._refused, Tally()
-        return refused
+        discarded, self._discarded = self._discarded, Tally()
+        return discarded
 
     def _tally(self, indices: Sequence[int], received: Received) -> Tally:
         """Count the tokens of a response, and an upper bound of the tokens that could not be parsed."""

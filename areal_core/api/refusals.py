@@ -12,12 +12,12 @@ from aiohttp.typedefs import Handler, Middleware
 from areal_core.api.access import REFUSED, admits
 
 
-def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
+def error_middleware(statuses: Mapping[type[Exception], int]) -> Middleware:
     """Return a middleware that turns exceptions into responses of one line.
     The first matching kind in `statuses` sets the status; other errors of a request get 400."""
 
     @web.middleware
-    async def as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def report_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except (*statuses, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -25,19 +25,19 @@ def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
             name = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError | OSError) else ""
             return web.Response(status=status, text=" ".join(f"{name}{error}".split()))
 
-    return as_lines
+    return report_errors
 
 
-def guard(token: str) -> Middleware:
+def token_middleware(token: str) -> Middleware:
     """Return a middleware that refuses requests without this token (401)."""
 
     @web.middleware
-    async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not admits(token, request.headers.get("Authorization")):
             raise web.HTTPUnauthorized(reason=REFUSED, headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
-    return door
+    return check_token
 
 
 T = TypeVar("T")

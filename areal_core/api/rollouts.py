@@ -23,12 +23,12 @@ _Outcome = tuple[SampleRequest, ...] | ScoredGroup
 class Session(Protocol):
     """The environment session of one group: its rollouts, in a reward worker."""
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
         """Pass completions to the environment.
         The first call starts it, with completions of the opening request if any."""
         ...
 
-    async def said(self) -> _Outcome:
+    async def next_outcome(self) -> _Outcome:
         """Wait for the environment's next requests, or for the scored group.
         Raises RewardError, or GenerationError for a response without completions; the caller must then close the
         session."""
@@ -70,7 +70,7 @@ class Rollouts:
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
-        self._saying: asyncio.Task[_Outcome] | None = None  # waits for the session's next requests or the scored group
+        self._next_outcome: asyncio.Task[_Outcome] | None = None  # the session's next requests, or its scored group
         self._costs_workers = False
         self._lost: list[PendingCompletions] = []  # of requests that a failure has discarded
         self._before = [0] * request.n  # lengths in failed attempts
@@ -95,10 +95,10 @@ class Rollouts:
         while True:
             self._changed.clear()
             self._raise_failures()
-            if arrived := self._arrived():
-                self._deliver(arrived)
-            if self._saying is not None and self._saying.done():
-                outcome = await self._said(self._saying)
+            if arrivals := self._new_arrivals():
+                self._deliver(arrivals)
+            if self._next_outcome is not None and self._next_outcome.done():
+                outcome = await self._take_outcome(self._next_outcome)
                 if isinstance(outcome, ScoredGroup):
                     return outcome
                 for asked in outcome:
@@ -118,14 +118,14 @@ class Rollouts:
         return any(part.pending.sent for part in self._parts)
 
     def sampled(self) -> Tally:
-        """Count the tokens received from servers, except those that `take_refused` has returned."""
+        """Count the tokens received from servers, except those that `take_discarded` has returned."""
         return sum((pending.sampled() for pending in self._pending()), Tally())
 
-    def take_refused(self) -> Tally:
+    def take_discarded(self) -> Tally:
         """Count the tokens that a failure has discarded since the last call."""
-        refused = sum((pending.take_refused() for pending in self._pending()), Tally())
+        discarded = sum((pending.take_discarded() for pending in self._pending()), Tally())
         self._lost = []
-        return refused
+        return discarded
 
     @property
     def complete(self) -> bool:
@@ -154,7 +154,7 @@ class Rollouts:
                 ended, part.generating = part.generating, None
                 ended.result()
 
-    def _arrived(self) -> list[Arrival]:
+    def _new_arrivals(self) -> list[Arrival]:
         return [
             Arrival(request, index, completion)
             for request, part in enumerate(self._parts)
@@ -179,26 +179,26 @@ class Rollouts:
             return [tokens[rollout] for rollout in sorted(waiting)]
         return list(map(max, tokens, self._before))
 
-    def _deliver(self, arrived: Sequence[Arrival]) -> None:
+    def _deliver(self, arrivals: Sequence[Arrival]) -> None:
         if self._session is None:
             self._session = self._begin(self._costs_workers)
-            self._listen(self._session)
-        elif not arrived:
+            self._await_outcome(self._session)
+        elif not arrivals:
             return  # the session has already begun
-        self._session.deliver(arrived)
+        self._session.deliver(arrivals)
 
-    def _listen(self, session: Session) -> None:
-        self._saying = asyncio.ensure_future(session.said())
-        self._saying.add_done_callback(self._has_said)
+    def _await_outcome(self, session: Session) -> None:
+        self._next_outcome = asyncio.ensure_future(session.next_outcome())
+        self._next_outcome.add_done_callback(self._outcome_arrived)
 
-    def _has_said(self, saying: asyncio.Task[Any]) -> None:
-        if not saying.cancelled():
-            saying.exception()  # mark as retrieved: `scored` raises it unless cancelled meanwhile
+    def _outcome_arrived(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # mark as retrieved: `scored` raises it unless cancelled meanwhile
         self._changed.set()
 
-    async def _said(self, saying: asyncio.Task[_Outcome]) -> _Outcome:
+    async def _take_outcome(self, task: asyncio.Task[_Outcome]) -> _Outcome:
         try:
-            outcome = saying.result()
+            outcome = task.result()
         except (GenerationError, RewardError) as error:
             self._close_session()
             self._before = self.lengths()
@@ -217,7 +217,7 @@ class Rollouts:
                     part.pending.repeat()
             raise
         if self._session is not None and not isinstance(outcome, ScoredGroup):
-            self._listen(self._session)
+            self._await_outcome(self._session)
         return outcome
 
     def _request_further(self, asked: SampleRequest) -> None:
@@ -241,10 +241,10 @@ class Rollouts:
         return part
 
     def _close_session(self) -> None:
-        if self._session is not None and self._saying is not None:
-            self._saying.cancel()
+        if self._session is not None and self._next_outcome is not None:
+            self._next_outcome.cancel()
             self._session.close()
-            self._session = self._saying = None
+            self._session = self._next_outcome = None
 
     def _pending(self) -> list[PendingCompletions]:
         return [*self._lost, *(part.pending for part in self._parts)]

@@ -20,7 +20,7 @@ from areal_core.storage.rundir import write_json
 
 _LEAST_BYTES = 1024  # the least growth of a body within `silent_s`
 _FIRST_PORT, _TRIES = 10_000, 100  # range and attempts for a listener that keeps its port
-_RELEASE_S, _AGAIN_S = 5.0, 0.2  # wait for the port of a process that was just killed
+_RELEASE_S, _RETRY_S = 5.0, 0.2  # wait for the port of a process that was just killed
 
 
 def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> web.AppRunner:
@@ -38,24 +38,24 @@ def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> w
     return web.AppRunner(app, access_log=None, keepalive_timeout=silent_s, **options)
 
 
-async def listen(runner: web.AppRunner, address: str, port: int = 0, *, kept: Path | None = None) -> str:
+async def listen(runner: web.AppRunner, address: str, port: int = 0, *, port_file: Path | None = None) -> str:
     """Listen on `address` and return the URL. With `port` 0 the kernel chooses a free port.
 
-    With the file `kept`, the listener keeps its port across restarts. The first start chooses a free port and writes it
-    there. Raises ConfigError if the kept port is taken, and OSError.
+    With the file `port_file`, the listener keeps its port across restarts. The first start chooses a free port and
+    writes it there. Raises ConfigError if the kept port is taken, and OSError.
     """
-    if kept is None or port:
+    if port_file is None or port:
         await web.TCPSite(runner, address, port).start()
-    elif kept.exists():
-        await _listen_again(runner, address, int(kept.read_text()), kept)
+    elif port_file.exists():
+        await _listen_again(runner, address, int(port_file.read_text()), port_file)
     else:
         await _listen_on_first(runner, address)
-        write_json(kept, runner.addresses[0][1])
+        write_json(port_file, runner.addresses[0][1])
     host, port = runner.addresses[0][:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Path) -> None:
+async def _listen_again(runner: web.AppRunner, address: str, port: int, port_file: Path) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _RELEASE_S
     while True:
@@ -66,10 +66,10 @@ async def _listen_again(runner: web.AppRunner, address: str, port: int, kept: Pa
             if loop.time() > deadline:
                 why = os.strerror(error.errno or 0)
                 raise ConfigError(
-                    f"{kept}: can't listen on port {port} of {address} again: {why}; stop the process that uses this "
-                    "port, or delete the file to choose another port"
+                    f"{port_file}: can't listen on port {port} of {address} again: {why}; stop the process that uses "
+                    "this port, or delete the file to choose another port"
                 ) from None
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _listen_on_first(runner: web.AppRunner, address: str) -> None:

@@ -50,46 +50,46 @@ class Health:
         """The current alerts, in the order in which they began."""
         return tuple(self._alerts.values())
 
-    def look(self, step: int, values: Mapping[str, float]) -> None:
+    def check(self, step: int, values: Mapping[str, float]) -> None:
         """Judge metrics of a step. The keys of one check must come in one call; others may come later."""
         if (kl := values.get("policy/train_inference_kl")) is not None:
-            said = f"policy/train_inference_kl is {kl:.3g} nats per token"
-            self._judge("train_inference_kl", step, said, kl, "max_train_inference_kl")
+            text = f"policy/train_inference_kl is {kl:.3g} nats per token"
+            self._judge("train_inference_kl", step, text, kl, "max_train_inference_kl")
         if (stale := values.get("staleness/groups_over_bound")) is not None:
             share = stale / self._groups
-            said = f"{share:.0%} of the batch is older than rollout.max_staleness"
-            self._judge("stale", step, said, share, "max_stale_share")
+            text = f"{share:.0%} of the batch is older than rollout.max_staleness"
+            self._judge("stale", step, text, share, "max_stale_share")
         if (failed := values.get("outcome/failed")) is not None:
-            said = f"{failed:.0%} of the rollouts in the batch have no result"
-            self._judge("no_result", step, said, failed, "max_unscored_share")
+            text = f"{failed:.0%} of the rollouts in the batch have no result"
+            self._judge("no_result", step, text, failed, "max_unscored_share")
         if all(key in values for key in _UNSCORED):
             if step == 1:
                 self._unscored.append(0.0)
             self._unscored.append(sum(values[key] for key in _UNSCORED))
             failed = self._unscored[-1] - self._unscored[0]
             tried = self._groups * max(1, len(self._unscored) - 1) + failed
-            said = f"{failed / tried:.0%} of the recent groups have no rewards"
-            self._judge("rewards", step, said, failed / tried, "max_unscored_share")
+            text = f"{failed / tried:.0%} of the recent groups have no rewards"
+            self._judge("rewards", step, text, failed / tried, "max_unscored_share")
         if (bound := self._max_idle_steps) is not None:
-            self._look_for_idle(step, values, min(bound, self._steps))
+            self._check_idle(step, values, min(bound, self._steps))
 
-    def _look_for_idle(self, step: int, values: Mapping[str, float], bound: int) -> None:
+    def _check_idle(self, step: int, values: Mapping[str, float], bound: int) -> None:
         for key in _IDLE.keys() & values.keys():
             self._idle[key] = self._idle[key] + 1 if values[key] == 1.0 else 0
         why = next((why for key, why in _IDLE.items() if self._idle[key] >= bound), None)
-        said = f"no learning signal in {bound} steps, {why} (health.max_idle_steps)"
-        self._tell("idle", step, said if why else None)
+        text = f"no learning signal in {bound} steps, {why} (health.max_idle_steps)"
+        self._set_alert("idle", step, text if why else None)
 
-    def wait(self, step: int, seconds: float) -> None:
+    def check_stall(self, step: int, seconds: float) -> None:
         """Judge the time in seconds since the version of `step` was published."""
         self._judge("stall", step, f"no step for {seconds:.0f} s", seconds, "max_step_s")
 
-    def _judge(self, kind: str, step: int, said: str, value: float, field: str) -> None:
+    def _judge(self, kind: str, step: int, text: str, value: float, field: str) -> None:
         bound: float | None = getattr(self._config, field)
         within = bound is None or value <= bound
-        self._tell(kind, step, None if within else f"{said}, more than {bound:g} (health.{field})")
+        self._set_alert(kind, step, None if within else f"{text}, more than {bound:g} (health.{field})")
 
-    def _tell(self, kind: str, step: int, text: str | None) -> None:
+    def _set_alert(self, kind: str, step: int, text: str | None) -> None:
         """Raise an alert unless it is raised already. None as `text` withdraws it."""
         if text is None:
             if self._alerts.pop(kind, None):

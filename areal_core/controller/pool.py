@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_core.api.patience import patience
+from areal_core.api.patience import lag_tolerant_timeout
 from areal_core.api.pending_completions import PendingCompletions, Received
 from areal_core.api.wire import ServerLoad
 from areal_core.controller.core.tables import ServerCounters
@@ -29,7 +29,7 @@ from areal_core.types import GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
 _HAND_OVER_S = 10.0  # limit for the responses of a server that leaves
-_ABORT_AGAIN_S = 1.0
+_ABORT_RETRY_S = 1.0
 _LOAD_S = 10.0  # least limit of a load that blocks the other servers
 _LOADS_ALONE = 2  # loads of a joining server without the lock, before it blocks further updates
 Newest = Callable[[], PolicyVersion | None]
@@ -98,7 +98,7 @@ class GenerationPool:
         """End all requests for good; completions keep their tokens."""
         self._ending = True
         async with self.registry.exclusive:  # an update would resume the server between two of its phases
-            await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
+            await self.registry.call_each(self.registry.at_work, lambda server: server.client.abort_all())
 
     async def _finish(self, pending: PendingCompletions) -> None:
         """Generate all unfinished completions, and raise the first failure once all have ended.
@@ -135,10 +135,10 @@ class GenerationPool:
         self._given_up.add(pending)
         serving = self._open[pending]
         try:
-            async with patience(_HAND_OVER_S):
+            async with lag_tolerant_timeout(_HAND_OVER_S):
                 while serving and not work.done():
-                    await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
-                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # a request may arrive after the abort
+                    await self.registry.call_each(set(serving.values()), lambda server: server.client.abort([*serving]))
+                    await asyncio.wait([work], timeout=_ABORT_RETRY_S)  # a request may arrive after the abort
         except TimeoutError:
             for request_id, server in list(serving.items()):
                 self.registry.apply(server, "fail", f"it did not return {request_id} within {_HAND_OVER_S:g} s")
@@ -156,7 +156,7 @@ class GenerationPool:
             self.counters.report(server.name, load.rollout_tokens, accounted)
             return load
 
-        return [*(await self.registry.ask(servers, report)).values()]
+        return [*(await self.registry.call_each(servers, report)).values()]
 
     async def _continue(self, pending: PendingCompletions, index: int) -> None:
         """Continue a completion until it is finished. Updates may interrupt it several times."""
@@ -289,17 +289,17 @@ class GenerationPool:
         async with self.registry.exclusive:
             if not self._asleep:
                 self._asleep = True
-                await self.registry.ask(self.registry.at_work, lambda server: server.client.sleep())
+                await self.registry.call_each(self.registry.at_work, lambda server: server.client.sleep())
 
     async def wake_up(self) -> None:
         async with self.registry.exclusive:
             if self._asleep:
                 self._asleep = False
-                await self.registry.ask(self.registry.at_work, lambda server: server.client.wake_up())
+                await self.registry.call_each(self.registry.at_work, lambda server: server.client.wake_up())
 
     async def check(self) -> None:
         """Take out servers that do not respond."""
-        await self.registry.ask(self.registry.at_work, lambda server: server.client.health())
+        await self.registry.call_each(self.registry.at_work, lambda server: server.client.health())
 
     async def loads(self) -> list[ServerLoad]:
         """The load of every server. Takes out servers that do not respond."""
@@ -351,7 +351,7 @@ class GenerationPool:
                     return
         limit_s = max(_LOAD_S, clock() - start)
         try:
-            async with registry.exclusive, patience(limit_s):
+            async with registry.exclusive, lag_tolerant_timeout(limit_s):
                 await self._serve(server, await self._load_target(server, newest))
         except TimeoutError:
             raise ServerLostError(f"{server.name}: it did not load the newest version within {limit_s:g} s") from None
@@ -405,10 +405,10 @@ class GenerationPool:
         if server.state is ServerState.SERVING:
             self.registry.apply(server, "leave")
         try:
-            async with patience(_HAND_OVER_S):
+            async with lag_tolerant_timeout(_HAND_OVER_S):
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
-                    await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # a request may arrive after the abort
+                    await asyncio.wait(calls, timeout=_ABORT_RETRY_S)  # a request may arrive after the abort
                 await self._reported([server])
         except (GenerationError, TimeoutError) as error:
             reason = str(error) or f"no response in {_HAND_OVER_S:g} s"

@@ -96,7 +96,7 @@ class Recorder:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def batch_fixed(self, manifest: BatchManifest) -> None:
+    def record_batch(self, manifest: BatchManifest) -> None:
         """Record the metrics of a batch when it is fixed."""
         step = manifest.step
         groups = self._ledger.summaries(step)
@@ -150,11 +150,11 @@ class Recorder:
             rewards = [set[float]().union(*rewards)]
         return sum(len(each) == 1 for each in rewards) / len(rewards)
 
-    def tabled(self, step: int) -> bool:
+    def records_tables(self, step: int) -> bool:
         """Whether texts and histograms of a step are recorded."""
         return step == 1 or step % self._config.tracking.table_every == 0
 
-    def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
+    def record_step(self, step: int, loads: Sequence[ServerLoad]) -> None:
         """Record a finished step: throughput and bubbles since the previous step, and the token ledger."""
         now = self.elapsed_s
         step_s = max(now - (self._notes.published_s(step - 1) or 0.0), 1e-9)
@@ -186,12 +186,12 @@ class Recorder:
         self.log(step, values | self._server_rates(now, list(loads)))
         self._notes.publish(step, now)  # last, so that a step in the notes is recorded completely
 
-    def has_published(self, step: int) -> bool:
-        """Whether `published` was completed for a step.
-        If the controller died before, `published` is called again."""
-        return self._folded(step) or self._notes.published_s(step) is not None
+    def has_recorded_step(self, step: int) -> bool:
+        """Whether `record_step` was completed for a step.
+        If the controller died before, `record_step` is called again."""
+        return self._is_pruned(step) or self._notes.published_s(step) is not None
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def record_evaluation(self, evaluation: Evaluation) -> None:
         """Record a version's held-out score, unless it already has one."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
@@ -229,7 +229,7 @@ class Recorder:
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         values = {row.key: row.value for row in rows}
         self._live.update(values)
-        self._health.look(max((row.step for row in rows), default=0), values)
+        self._health.check(max((row.step for row in rows), default=0), values)
         with self._tracking():
             self._outbox.log(rows)
 
@@ -261,7 +261,7 @@ class Recorder:
         step = self._ledger.versions.last()
         step_s = self._live.get("time/step_s")
         if finished is None:  # a stalled run records nothing, so each status request checks
-            self._health.wait(step, self.elapsed_s - (self._notes.published_s(step) or 0.0))
+            self._health.check_stall(step, self.elapsed_s - (self._notes.published_s(step) or 0.0))
         return RunStatus(
             step=step,
             steps=steps,
@@ -325,14 +325,14 @@ class Recorder:
             idle=explained.idle if explained else {},
         )
 
-    def staleness(self, step: int, counts: dict[str, int]) -> None:
+    def record_staleness(self, step: int, counts: dict[str, int]) -> None:
         """Record a step's trained tokens by staleness: a histogram in some steps, and the run's total."""
-        if not self._folded(step):  # else a late copy of the message
+        if not self._is_pruned(step):  # else a late copy of the message
             self._notes.add_staleness(step, counts)
-        if self.tabled(step):
+        if self.records_tables(step):
             self.document("staleness_histogram", step, {"counts": counts})
 
-    def _folded(self, step: int) -> bool:
+    def _is_pruned(self, step: int) -> bool:
         return step < self._ledger.payloads.forgotten
 
     def _rate(self, tokens: int, wall_s: float) -> float:

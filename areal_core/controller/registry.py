@@ -61,7 +61,7 @@ class ServerState(Enum):
 
 _AT_WORK = (ServerState.SERVING, ServerState.UPDATING)
 _GONE = (ServerState.LOST, ServerState.ENDED)
-_LEADS: Mapping[Event, Mapping[ServerState, ServerState]] = {
+_TRANSITIONS: Mapping[Event, Mapping[ServerState, ServerState]] = {
     "join": {ServerState.ANNOUNCED: ServerState.JOINING},
     "serve": {ServerState.JOINING: ServerState.SERVING},
     "update": {ServerState.SERVING: ServerState.UPDATING},
@@ -149,12 +149,12 @@ class ServerRegistry:
                 self.apply(before, "end", "a new server of this name replaces it")
         server = Server(name, client)
         self._servers.append(server)
-        self._tell(server, ServerState.ANNOUNCED)
+        self._notify(server, ServerState.ANNOUNCED)
         return server
 
     def apply(self, server: Server, event: Event, reason: str = "", *, version: PolicyVersion | None = None) -> None:
         """Apply one transition; "load" sets the server's version. Raises RuntimeError if the picture lacks it."""
-        before, after = server.state, _LEADS[event].get(server.state)
+        before, after = server.state, _TRANSITIONS[event].get(server.state)
         if after is None:
             raise RuntimeError(
                 f"generation server {server.name} is {before.value}: the event {event!r} is not possible in this state"
@@ -169,7 +169,7 @@ class ServerRegistry:
         level = logging.WARNING if event == "fail" else logging.DEBUG
         what = "removed" if event == "fail" else after.value
         logger.log(level, "generation server %s is %s: %s", server.name, what, reason or event)
-        self._tell(server, before)
+        self._notify(server, before)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition is true, checking it after every transition."""
@@ -177,7 +177,7 @@ class ServerRegistry:
             self._changed.clear()
             await self._changed.wait()
 
-    async def ask(self, servers: Iterable[Server], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+    async def call_each(self, servers: Iterable[Server], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
         """Call several servers concurrently.
         Returns the results of successful calls, in order. The state of servers whose call raises GenerationError
         becomes LOST or ENDED."""
@@ -211,13 +211,13 @@ class ServerRegistry:
                     self.apply(server, "load", version=version)
 
             try:
-                await self.ask(members, load)
+                await self.call_each(members, load)
             finally:
                 for server in members:
                     if server.state is ServerState.UPDATING:
                         self.apply(server, "fail", "its weight update was interrupted")
 
-    def _tell(self, server: Server, before: ServerState) -> None:
+    def _notify(self, server: Server, before: ServerState) -> None:
         self._changed.set()
         for subscriber in self._subscribers:
             subscriber(server, before)

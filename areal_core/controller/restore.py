@@ -29,7 +29,7 @@ from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
-_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # transient errors, unrelated to the ledger's content
+_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # transient errors, unrelated to the ledger's content
 
 
 def restore(run: RunDir, storage: Storage) -> int | None:
@@ -104,7 +104,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
         return False
     try:
         with closing(TrajectoryLedger(run.ledger, group_size=run.config().algorithm.group_size)) as ledger:
-            if found := ledger.damage():
+            if found := ledger.find_damage():
                 logger.warning("%s is damaged: %s", run.ledger, found)
                 return False
             if newest is None:
@@ -113,7 +113,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
                 return False  # it lacks the payloads of the next batches to train on
             return ledger.versions.digest(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF in _PASSING:
+        if error.sqlite_errorcode & 0xFF in _TRANSIENT:
             raise
         logger.warning("%s can't be read: %s", run.ledger, error)
         return False

@@ -47,7 +47,7 @@ class EvaluationSchedule:
                 return version
         return None
 
-    def awaited(self, newest: int) -> set[int]:
+    def needed(self, newest: int) -> set[int]:
         """Versions up to `newest` that must be kept: due ones without a score, and the best one."""
         due = range(0, newest + 1, self.config.evaluation.every) if self.config.evaluated else ()
         best = best_of(self.recorder.evaluations)
@@ -70,15 +70,15 @@ class Retention:
     loading: Callable[[], Collection[int]]  # versions that servers are loading
     _pruning: asyncio.Task[None] | None = field(default=None, init=False)
 
-    def released(self) -> list[int]:
+    def obsolete_versions(self) -> list[int]:
         """Versions whose folders can be deleted: no loading server, evaluation or restart needs them."""
         newest = self.schedule.ledger.versions.newest()
         kept = min(self.schedule.config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept
-        needed = {*self.schedule.awaited(last), *self.loading()}  # a load may take longer than many steps
+        needed = {*self.schedule.needed(last), *self.loading()}  # a load may take longer than many steps
         return [version for version in range(1, last + 1) if version not in needed]
 
-    async def scored(self) -> None:
+    async def prune_pages(self) -> None:
         """Delete old evaluation pages, with their records and tables, after a version was evaluated."""
         scored = sorted(self.schedule.recorder.evaluations, key=lambda known: known.version)
         best, keep = best_of(scored), self.schedule.config.evaluation.keep_pages
@@ -91,18 +91,18 @@ class Retention:
         except OSError as error:
             logger.warning("could not delete old evaluation pages: %s; will retry", error)
 
-    def committed(self) -> None:
+    def start_pruning(self) -> None:
         """Delete older checkpoints, and the payloads that no replay needs, after a checkpoint is complete.
         Runs in the background. The next call retries failed deletions."""
         if self._pruning is None or self._pruning.done():
-            self._pruning = asyncio.ensure_future(self._pruned())
+            self._pruning = asyncio.ensure_future(self._prune_in_turn())
 
-    async def settled(self) -> None:
+    async def wait_until_pruned(self) -> None:
         """Wait until the background deletion has finished."""
         if self._pruning is not None:
             await asyncio.wait([self._pruning])
 
-    async def _pruned(self) -> None:
+    async def _prune_in_turn(self) -> None:
         try:
             async with self.snapshots.exclusive:
                 await self._prune()
@@ -119,8 +119,8 @@ class Retention:
             in_use=self.snapshots.in_use,
         )
         if config.rollout.retain == "uncommitted":
-            kept = self.schedule.awaited(oldest)
-            while ledger.free(oldest) or ledger.fold(kept):
+            kept = self.schedule.needed(oldest)
+            while ledger.free(oldest) or ledger.prune(kept):
                 await asyncio.to_thread(ledger.flush)
         await self.snapshots.payloads.keep(ledger.payloads.segments())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from areal_core.api.refusals import guard, read, refusals
+from areal_core.api.refusals import error_middleware, read, token_middleware
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller.core.tables import Ending
 from areal_core.controller.payloads import DamagedPayloadError
@@ -79,14 +79,14 @@ class Routes:
         self._recorded: BatchManifest | None = None  # the last batch whose metrics are recorded
 
     def app(self) -> web.Application:
-        middlewares = [guard(self._run.run_dir.token()), refusals(_STATUSES)]
+        middlewares = [token_middleware(self._run.run_dir.token()), error_middleware(_STATUSES)]
         app = web.Application(middlewares=middlewares, client_max_size=ANSWER_BYTES)
         newest = self._run.ledger.versions.newest
         app.add_routes(
             [
                 web.get("/health", self._health),
                 web.get("/status", self._status),
-                *server_routes(self._run.servers, newest, self._run.published),
+                *server_routes(self._run.servers, newest, self._run.wait_until_published),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
                 *reward_routes(self._run.rewards),
@@ -134,7 +134,7 @@ class Routes:
         # Once for all ranks, and again after a restart, because the controller may have died before recording.
         if step >= fixed_before and manifest is not self._recorded:
             self._recorded = manifest
-            self._run.recorder.batch_fixed(manifest)
+            self._run.recorder.record_batch(manifest)
             await self._run.record_texts(manifest)
         return web.Response(body=msgspec.json.encode(manifest), content_type="application/json")
 
@@ -147,7 +147,7 @@ class Routes:
             payload = await self._run.payloads.read(place)
             return web.Response(body=b"".join(payload[start:end] for start, end in spans))
         except DamagedPayloadError as error:
-            await self._run.lose_damaged(group_id, error)
+            await self._run.drop_damaged_groups(group_id, error)
             raise
 
     async def _publish(self, request: web.Request) -> web.Response:
@@ -160,11 +160,11 @@ class Routes:
         logs.at_step(version.version)
         if outcome == "replaced":
             self._run.recorder.forget(version.version)
-        if outcome != "same" or not self._run.recorder.has_published(version.version):
+        if outcome != "same" or not self._run.recorder.has_recorded_step(version.version):
             loads = await self._run.servers.loads()
-            self._run.recorder.published(version.version, loads)
+            self._run.recorder.record_step(version.version, loads)
         self._run.changed.notify()
-        return web.json_response({"status": outcome, "release": self._run.retention.released()})
+        return web.json_response({"status": outcome, "release": self._run.retention.obsolete_versions()})
 
     async def _evaluation(self, request: web.Request) -> web.Response:
         try:
@@ -182,8 +182,8 @@ class Routes:
         evaluation = await read(request, Evaluation)
         published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.digest == evaluation.digest:  # else of a replaced version
-            self._run.recorder.evaluated(evaluation)
-            await self._run.retention.scored()
+            self._run.recorder.record_evaluation(evaluation)
+            await self._run.retention.prune_pages()
         if reason := self._run.recorder.reason_to_stop():
             self._run.controller.finish(reason)
         self._run.changed.notify()
@@ -197,7 +197,7 @@ class Routes:
     async def _document(self, request: web.Request) -> web.Response:
         document = await read(request, Document)
         if document.kind == "staleness_histogram":
-            self._run.recorder.staleness(document.step, document.data["counts"])
+            self._run.recorder.record_staleness(document.step, document.data["counts"])
         else:
             self._run.recorder.document(document.kind, document.step, document.data)
         return web.json_response({})
@@ -209,7 +209,7 @@ class Routes:
         return web.Response(status=204) if entries is None else web.json_response(entries)
 
     async def _committed(self, _: web.Request) -> web.Response:
-        self._run.retention.committed()
+        self._run.retention.start_pruning()
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.Response:

@@ -7,7 +7,7 @@
 
 The process exits with status 0 once the trainer has finished, the last version is scored and summary.json is written.
 A stopped run also exits with 0, without a summary, once its trainer has saved the last step. If the token ledger does
-not balance, the process exits with SPENT and no summary.
+not balance, the process exits with EXIT_FINAL and no summary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _COLLECT_S = 60.0  # least seconds between two garbage collections
 _COLLECT_SHARE = 1 / 300  # largest share of time spent in garbage collection
 _CHECK_S = 5.0  # between two health checks of the generation servers
-_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # final reads, until the servers' counters include their last responses
+_COUNT_TRIES, _COUNT_RETRY_S = 10, 0.5  # final reads, until the servers' counters include their last responses
 
 
 class Service:
@@ -128,7 +128,7 @@ class Service:
 
     async def record_texts(self, manifest: BatchManifest) -> None:
         """Record some trajectories of a batch for people, with the prompts as the policy receives them."""
-        if not self.recorder.tabled(manifest.step):
+        if not self.recorder.records_tables(manifest.step):
             return
         indices = self.ledger.prompt_indices(manifest.step)[:TABLE_GROUPS]
         prompts = [self.tokenizer.decode(self.source.prompt(index).token_ids, special=True) for index in indices]
@@ -140,7 +140,7 @@ class Service:
         else:
             self.recorder.document("trajectories", manifest.step, {"rows": rows})
 
-    async def published(self) -> None:
+    async def wait_until_published(self) -> None:
         """Wait until the newest version is undamaged. The trainer publishes a damaged one again."""
         while self.ledger.versions.newest() is None:
             await self.changed.wait()
@@ -150,7 +150,7 @@ class Service:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def lose_damaged(self, group_id: int, error: ArealError) -> None:
+    async def drop_damaged_groups(self, group_id: int, error: ArealError) -> None:
         """Drop all groups with a damaged payload, and restart everything that depends on them.
 
         Ignores groups of batches before this group's, which the trainer has already consumed. The trainer requests its
@@ -165,7 +165,7 @@ class Service:
             except DamagedPayloadError:
                 if self.ledger.payloads.get(group_id) == place:  # else the group was dropped meanwhile
                     logger.warning("group %d is generated again: its payload is damaged", group_id)
-                    self.controller.lose(group_id)
+                    self.controller.drop_damaged(group_id)
         forget_damaged(self.ledger)
         self.recorder.forget(self.ledger.versions.last() + 1)
 
@@ -175,19 +175,19 @@ class Service:
         """Serve until the run has ended in order."""
         runner = serving.runner(Routes(self).app(), shutdown_timeout=2.0, max_line_size=REQUEST_LINE_BYTES)
         await runner.setup()
-        url = await serving.listen(runner, self.config.launch.address, kept=self.run_dir.port_file("controller"))
+        url = await serving.listen(runner, self.config.launch.address, port_file=self.run_dir.port_file("controller"))
         process.announce_ready(ready_file, url)
-        heartbeat.follow(asyncio.get_running_loop())
+        heartbeat.watch_loop(asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(work) for work in (self._watch_servers(), self._failed(), collect_rarely())
+                    tasks.create_task(work) for work in (self._watch_servers(), self._raise_failure(), collect_rarely())
                 ]
                 if self.ending is not None:
                     self.controller.finish(self.ending.reason)
                 await self.controller.run()
-                await self._scored()
-                await self.retention.settled()
+                await self._wait_until_scored()
+                await self.retention.wait_until_pruned()
                 if not self.stopped:
                     await self._write_summary()
                 for task in background:
@@ -204,18 +204,18 @@ class Service:
             self.recorder.start_clock()
         self.controller.notify()
 
-    async def _failed(self) -> None:
+    async def _raise_failure(self) -> None:
         await self._failure
 
     async def _watch_servers(self) -> None:
         """Take out hanging servers, and store the token counts of the others."""
         while True:
             await asyncio.sleep(_CHECK_S)
-            self._say()
+            self._report_progress()
             await self.servers.check()
             await self.servers.loads()
 
-    def _say(self) -> None:
+    def _report_progress(self) -> None:
         """Report the run's progress in the heartbeat, and the role that the controller waits for."""
         its, running = self.ledger, self.controller.running_groups
         scored, at_work = len(self.recorder.evaluations), len(self.servers.registry.at_work)
@@ -223,13 +223,13 @@ class Service:
             next_one = "evaluator"
         else:
             next_one = "generation" if running or not at_work else "trainer"
-        heartbeat.say(
+        heartbeat.report(
             f"version {its.versions.last()}, batch {its.last_step()} assembled, {its.admitted} groups admitted, "
             f"{running} in flight, {scored} versions evaluated, {at_work} servers serving",
             waits_for=next_one,
         )
 
-    async def _scored(self) -> None:
+    async def _wait_until_scored(self) -> None:
         """Wait until the trainer has finished and the last version is scored, or the run is stopped."""
         while not self.stopped and (self.ending is None or self.schedule.next() is not None):
             await self.changed.wait()
@@ -239,7 +239,7 @@ class Service:
         Raises TokenLedgerError if the token ledger does not balance."""
         ending = self.ending
         assert ending is not None
-        tokens = await self._counted()
+        tokens = await self._balanced_tokens()
         for reason, groups in self.ledger.dropped().items():
             logger.info("dropped groups: %d (%s)", groups, reason)
         if not tokens.balanced:
@@ -270,14 +270,14 @@ class Service:
         except (StorageError, ProcessError) as error:
             logger.warning("could not export the best version: %s", error)
 
-    async def _counted(self) -> TokenLedger:
+    async def _balanced_tokens(self) -> TokenLedger:
         """Return the token ledger once it balances, or after _COUNT_TRIES reads. vLLM counts tokens only after its
         response."""
         for _ in range(_COUNT_TRIES):
             await self.servers.loads()
             if (tokens := self.ledger.tokens()).balanced:
                 return tokens
-            await asyncio.sleep(_COUNT_AGAIN_S)
+            await asyncio.sleep(_COUNT_RETRY_S)
         return self.ledger.tokens()
 
 
@@ -318,14 +318,14 @@ async def collect_rarely() -> None:
 def main() -> None:
     run = RunDir.of_command_line()
     logs.start("controller")
-    process.adopt(run.ready_file("controller"))
+    process.tie_to_parent(run.ready_file("controller"))
     try:
         asyncio.run(_main(run, run.ready_file("controller")))
     except asyncio.CancelledError:
         raise SystemExit(143) from None
     except ArealError as error:
         logger.error("%s", error)
-        final = {TokenLedgerError: process.SPENT, UserCodeError: process.HOPELESS}
+        final = {TokenLedgerError: process.EXIT_FINAL, UserCodeError: process.EXIT_USER_CODE}
         raise SystemExit(next((status for kind, status in final.items() if isinstance(error, kind)), 1)) from None
 
 

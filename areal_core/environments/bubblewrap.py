@@ -115,16 +115,16 @@ def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
     with ExitStack() as stack:
         group = stack.enter_context(control_group(settings["memory_bytes"], processes + _OTHERS))
         script, refused = (stack.enter_context(in_memory(data)).fileno() for data in (_SCRIPT, syscall_filter()))
-        info, told = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        info, report = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         os.set_blocking(info.fileno(), False)
         uid = _own_uid()
         counted = processes + (uid is None)  # the first process inside has another user, or counts toward the limit
         settings = {**settings, "processes": counted, "uid": uid, "packages": ["/packages"]}
-        words = _bubblewrapped(settings, script, refused, told.fileno())
+        words = _bubblewrapped(settings, script, refused, report.fileno())
         if group is not None:
             members = [str(folder / "cgroup.procs") for folder in group.folders]  # a process writes its id here
             words = ["/bin/sh", "-c", _ENTER, "sh", *members, "--", *words]
-        yield Command(words, (script, refused, told.fileno()), info, group)
+        yield Command(words, (script, refused, report.fileno()), info, group)
 
 
 def in_memory(content: bytes) -> BinaryIO:
@@ -140,10 +140,10 @@ def python(script: str, settings: Mapping[str, Any]) -> list[str]:
     return [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)]
 
 
-def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, told: int) -> list[str]:
+def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, report: int) -> list[str]:
     """Build bubblewrap's words.
     The file descriptors are of `confined` (`script`), of the system call filter (`refused`), and of the pipe for
-    bubblewrap's report (`told`)."""
+    bubblewrap's report (`report`)."""
     if settings["uid"] is not None:
         user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # `confined` gives these up
     else:
@@ -151,7 +151,7 @@ def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, told:
     return [
         shutil.which("bwrap") or "bwrap", *user, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--as-pid-1", "--die-with-parent",
-        "--new-session", "--seccomp", str(refused), "--info-fd", str(told),
+        "--new-session", "--seccomp", str(refused), "--info-fd", str(report),
         *_system(), "--perms", "0444", "--ro-bind-data", str(script), "/confined.pyc", "--proc", "/proc",
         "--dev", "/dev",
         "--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/box", "--remount-ro", "/dev",

@@ -11,7 +11,7 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import ChatTemplate, Message, Tokenizer
 
-Asked = str | tuple[Message, ...]
+PromptContent = str | tuple[Message, ...]
 """Text of a task, or chat messages that end with the user's."""
 
 _COMPLETION = "-- what the policy answered --"  # placeholder for a completion in a template, which may trim white space
@@ -30,12 +30,12 @@ class Dialogue:
         self._tokenizer = tokenizer
         self._template = tokenizer.chat if chat.enabled else None
 
-    def prompt(self, asked: Asked) -> tuple[int, ...]:
+    def prompt(self, content: PromptContent) -> tuple[int, ...]:
         """Encode the prompt up to the policy's first token.
         Messages with their own system prompt keep it, whatever task.chat.system is."""
         if self._template is None:
-            return self._tokenizer.encode(as_text(asked), opening=True)
-        messages = [_user(asked)] if isinstance(asked, str) else list(asked)
+            return self._tokenizer.encode(as_text(content), opening=True)
+        messages = [_user(content)] if isinstance(content, str) else list(content)
         opening = [] if messages[0]["role"] == "system" else self._opening()
         return self._tokenizer.encode(self._render(self._template, [*opening, *messages]))
 
@@ -85,9 +85,9 @@ def stops_by_task(config: RunConfig, tokenizer: Tokenizer, folder: str | Path) -
     return {name: Dialogue(its.task.chat, tokenizer).stop_token_ids(folder) for name, its in config.by_task.items()}
 
 
-def as_text(asked: Asked) -> str:
+def as_text(content: PromptContent) -> str:
     """The text, or the contents of all messages, separated by empty lines."""
-    return asked if isinstance(asked, str) else "\n\n".join(message["content"] for message in asked)
+    return content if isinstance(content, str) else "\n\n".join(message["content"] for message in content)
 
 
 def _user(text: str) -> Message:

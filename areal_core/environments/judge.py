@@ -27,7 +27,7 @@ from areal_core.types import Outcome, Prompt
 
 _SCORE = re.compile(r"(?<![\w.,/+%-])(?<!of )(?<!to )(0?\.[0-9]+|0|1(?:\.0*)?)[\s.*_`]*\Z")  # at the end of a reply
 _KEPT = 4096  # verdicts that a worker caches
-_AGAIN_S, _LONGEST_S = 0.5, 30.0  # wait before the second attempt, doubled for each later one; longest wait
+_RETRY_S, _LONGEST_S = 0.5, 30.0  # wait before the second attempt, doubled for each later one; longest wait
 _REPEATED = (408, 409, 429, *range(500, 600))  # statuses worth another attempt
 
 
@@ -37,68 +37,68 @@ class LanguageModelJudge:
     bounded = True  # limits each request by timeout_s itself
 
     def __init__(self, environment: EnvironmentConfig) -> None:
-        self._config = its = environment.judge
-        if its.url is None or not its.model:
+        self._config = config = environment.judge
+        if config.url is None or not config.model:
             raise ConfigError(
                 "environment.judge.url: must be set, with environment.judge.model, with environment.verifier=judge"
             )
-        key = os.environ.get(its.key_variable)
+        key = os.environ.get(config.key_variable)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
-            self._template = SandboxedEnvironment().from_string(its.prompt)
+            self._template = SandboxedEnvironment().from_string(config.prompt)
         except TemplateError as error:
-            said = f"must be a Jinja template, got {its.prompt!r}: {error}"
+            said = f"must be a Jinja template, got {config.prompt!r}: {error}"
             raise ConfigError(f"environment.judge.prompt: {said}") from error
-        self._free = asyncio.Semaphore(its.at_once)
+        self._free = asyncio.Semaphore(config.at_once)
         self._next_s = 0.0  # event-loop time of the next allowed request
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Event] = {}  # requests in flight; set when they have ended
+        self._in_flight: dict[bytes, asyncio.Event] = {}  # requests in flight; set when they have ended
 
     async def __call__(self, task: Prompt, completion: str) -> Verdict:
-        asked = self._template.render(task=task, row=task.row, answer=task.answer, completion=completion)
-        name = hashlib.blake2b(asked.encode(errors="surrogatepass")).digest()
-        while (asking := self._asking.get(name)) is not None:  # an equal request is in flight
-            await asking.wait()
+        text = self._template.render(task=task, row=task.row, answer=task.answer, completion=completion)
+        name = hashlib.blake2b(text.encode(errors="surrogatepass")).digest()
+        while (event := self._in_flight.get(name)) is not None:  # an equal request is in flight
+            await event.wait()
         if (known := self._known.get(name)) is not None:
             self._known.move_to_end(name)
             return replace(known, metrics=dict.fromkeys(known.metrics, 0.0))  # a cached verdict costs nothing
-        self._asking[name] = asyncio.Event()
+        self._in_flight[name] = asyncio.Event()
         try:
             async with self._free:
-                verdict = await self._asked(asked)
+                verdict = await self._request_verdict(text)
         finally:
-            self._asking.pop(name).set()
+            self._in_flight.pop(name).set()
         if verdict.score is not None:
             self._known[name] = verdict
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return verdict
 
-    async def _asked(self, text: str) -> Verdict:
-        its, why = self._config, ""
+    async def _request_verdict(self, text: str) -> Verdict:
+        config, why = self._config, ""
         message = {"role": "user", "content": text}
-        body = {"model": its.model, "messages": [message], "temperature": 0.0, "max_tokens": its.max_tokens}
-        for attempt in range(its.tries):
-            await self._turn()
-            wait_s = min(_LONGEST_S, _AGAIN_S * 2**attempt)
+        body = {"model": config.model, "messages": [message], "temperature": 0.0, "max_tokens": config.max_tokens}
+        for attempt in range(config.tries):
+            await self._wait_for_rate()
+            wait_s = min(_LONGEST_S, _RETRY_S * 2**attempt)
             try:
-                async with asyncio.timeout(its.timeout_s):
-                    response = await self._client.post(f"{its.url}/chat/completions", json=body)
+                async with asyncio.timeout(config.timeout_s):
+                    response = await self._client.post(f"{config.url}/chat/completions", json=body)
                 if response.status_code == 200:
-                    return _verdict(response.json(), its, attempt)
+                    return _verdict(response.json(), config, attempt)
                 why = f"{response.status_code} {response.text[:200]}"
                 if response.status_code not in _REPEATED:
                     break
                 wait_s = max(wait_s, _seconds(response.headers.get("retry-after")))
             except TimeoutError:
-                why = f"no response within {its.timeout_s:g} s (environment.judge.timeout_s)"
+                why = f"no response within {config.timeout_s:g} s (environment.judge.timeout_s)"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 why = f"{type(error).__name__}: {error}"
-            if attempt + 1 < its.tries:
+            if attempt + 1 < config.tries:
                 await asyncio.sleep(wait_s)
-        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {its.url} returned no score: {why}")
+        return Verdict(Outcome.FAILED, None, failure=f"environment.judge: {config.url} returned no score: {why}")
 
-    async def _turn(self) -> None:
+    async def _wait_for_rate(self) -> None:
         """Wait until `requests_per_s` allows another request."""
         if self._config.requests_per_s is None:
             return

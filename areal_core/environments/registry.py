@@ -85,11 +85,11 @@ def open_environment(
     config: RunConfig,
     tokenizer: Tokenizer,
     on_failure: Callable[[str], None] = lambda failure: None,
-    instead: Callable[[str], Verifier] | None = None,
+    replacement: Callable[[str], Verifier] | None = None,
 ) -> Environment:
     """Create the configured environment, with its verifier and the functions of environment.rewards.
 
-    `on_failure` is called with each verifier failure. `instead(name)` replaces the reward function `name`, and the
+    `on_failure` is called with each verifier failure. `replacement(name)` replaces the reward function `name`, and the
     verifier for "". Raises ConfigError, with the name of the field, if one of them can't be found."""
     make, parts = environment_class(config), _parts(config.environment)
     context = EnvContext(
@@ -98,8 +98,8 @@ def open_environment(
         algorithm=config.algorithm,
         tokenizer=tokenizer,
         dialogue=Dialogue(config.task.chat, tokenizer),
-        verify=instead("") if instead else open_verifier(config.environment, config.task),
-        parts={name: (by, instead(name) if instead else function) for name, (by, function) in parts.items()},
+        verify=replacement("") if replacement else open_verifier(config.environment, config.task),
+        parts={name: (by, replacement(name) if replacement else function) for name, (by, function) in parts.items()},
         on_failure=on_failure,
     )
     try:

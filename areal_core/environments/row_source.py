@@ -48,11 +48,11 @@ class Reason(StrEnum):
         return self not in (Reason.DUPLICATE, Reason.OVERLAPPING)
 
 
-class LeftOut(Exception):  # noqa: N818 - concerns a row, not the run
+class RowSkipped(Exception):  # noqa: N818 - concerns a row, not the run
     """A row was left out. The message describes its fault, if it has one."""
 
-    def __init__(self, reason: Reason, said: str = "") -> None:
-        super().__init__(said)
+    def __init__(self, reason: Reason, message: str = "") -> None:
+        super().__init__(message)
         self.reason = reason
 
 
@@ -93,7 +93,7 @@ _COMMON = 10  # most texts that share a run of words; beyond it, the run is an i
 _PUNCTUATION = re.compile(r"[^\w\s]")
 
 
-def same(text: str) -> str:
+def normalised(text: str) -> str:
     """Normalise case and white space, so that texts that differ only in these compare equal."""
     return " ".join(text.casefold().split())
 
@@ -105,11 +105,11 @@ def overlapping(texts: Sequence[str], reserved: Iterable[str]) -> list[bool]:
     this way. As there, a run that more than ten of `texts` have does not count: it is an idiom, or the file's own
     wording."""
     reserved = list(reserved)
-    equals, runs = set(map(same, reserved)), {run for text in reserved for run in _runs(text)}
+    equals, runs = set(map(normalised, reserved)), {run for text in reserved for run in _runs(text)}
     shared = [runs.intersection(_runs(text)) for text in texts]
     having = Counter(run for found in shared for run in found)
     return [
-        same(text) in equals or any(having[run] <= _COMMON for run in found)
+        normalised(text) in equals or any(having[run] <= _COMMON for run in found)
         for text, found in zip(texts, shared, strict=True)
     ]
 
@@ -143,7 +143,7 @@ class PromptFile:
             self._report.rows += 1
             try:
                 self._add(row)
-            except LeftOut as found:
+            except RowSkipped as found:
                 self._report.leave_out(found.reason)
                 if found.reason.is_bad and len(self._report.bad) < _NAMED:
                     self._report.bad.append(f"{row.place}: {found}")
@@ -165,30 +165,30 @@ class PromptFile:
         return report
 
     def _add(self, row: Row) -> None:
-        """Add the prompt of a row, or raise LeftOut.
+        """Add the prompt of a row, or raise RowSkipped.
         Cheap checks come first, because a file may repeat rows often."""
-        if row.wrong is not None:
-            raise LeftOut(Reason.UNREADABLE, row.wrong)
+        if row.error is not None:
+            raise RowSkipped(Reason.UNREADABLE, row.error)
         with _otherwise(Reason.NO_PROMPT):
-            asked = self._schema.asked(row.fields)
-            worded = self._schema.worded(row.fields, asked)
-        text = as_text(worded)
+            content = self._schema.prompt_content(row.fields)
+            rendered = self._schema.render_prompt(row.fields, content)
+        text = as_text(rendered)
         with _otherwise(Reason.UNENCODABLE):
             prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
         with _otherwise(Reason.NO_ANSWER):
             answer = self._schema.gold_answer(row.fields)
-            pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
+            pair = hashlib.sha256(_encoded(f"{normalised(text)}\0{answer}")).digest()
         if not self._held_out and pair in self._seen:
-            raise LeftOut(Reason.DUPLICATE)
+            raise RowSkipped(Reason.DUPLICATE)
         with _otherwise(Reason.UNREADABLE):
             fields = plain(row.fields)
         with _otherwise(Reason.UNENCODABLE):
-            token_ids = self._dialogue.prompt(worded)
+            token_ids = self._dialogue.prompt(rendered)
         if len(token_ids) > self._task.max_prompt_tokens:
             limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
-            raise LeftOut(Reason.TOO_LONG, f"a prompt of {len(token_ids)} tokens, more than {limit}")
+            raise RowSkipped(Reason.TOO_LONG, f"a prompt of {len(token_ids)} tokens, more than {limit}")
         self._seen.add(pair)
-        self.questions.append(as_text(asked))
+        self.questions.append(as_text(content))
         self.prompts.append(
             Prompt(
                 index=len(self.prompts),
@@ -214,7 +214,7 @@ def _otherwise(reason: Reason) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise LeftOut(reason, str(error)) from error
+        raise RowSkipped(reason, str(error)) from error
 
 
 class RowSource:

@@ -1,7 +1,7 @@
 """Read rows of files (JSON lines, a JSON list, or Parquet) and interpret their fields.
 
-The only user of pyarrow, which is imported when a file needs it. A `Schema` extracts a row's prompt, its wording for
-the policy, and its gold answer.
+The only user of pyarrow, which is imported when a file needs it. A `Schema` extracts a row's prompt, the prompt as
+the policy gets it, and its gold answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from areal_core.config.groups import TaskConfig
-from areal_core.environments.dialogue import Asked
+from areal_core.environments.dialogue import PromptContent
 from areal_core.environments.mathematics import balanced, gold_answer, normalised
 from areal_core.environments.unit_tests import unit_tests
 from areal_core.errors import ConfigError
@@ -35,7 +35,7 @@ class Row:
 
     place: str  # "line 7" or "row 7", counted from 1
     fields: Mapping[str, object] = field(default_factory=dict)
-    wrong: str | None = None
+    error: str | None = None
 
 
 def read_rows(name: str, path: str) -> Iterator[Row]:
@@ -56,7 +56,7 @@ def read_rows(name: str, path: str) -> Iterator[Row]:
 
 def _lines(path: str) -> Iterator[Row]:
     """Read one JSON object for each line.
-    Empty lines are skipped; a row with invalid JSON has `wrong` set."""
+    Empty lines are skipped; a row with invalid JSON has `error` set."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -69,13 +69,13 @@ def _row(place: str, line: bytes) -> Row:
     try:
         return _object(place, json.loads(line.decode()))
     except UnicodeDecodeError as error:
-        return Row(place, wrong=f"not UTF-8: {error}")
+        return Row(place, error=f"not UTF-8: {error}")
     except (ValueError, RecursionError) as error:  # json's own errors, numbers of too many digits, unclosed brackets
-        return Row(place, wrong=f"not JSON: {_first_line(error)}")
+        return Row(place, error=f"not JSON: {_first_line(error)}")
 
 
 def _object(place: str, value: object) -> Row:
-    return Row(place, value) if isinstance(value, dict) else Row(place, wrong="must be a JSON object")
+    return Row(place, value) if isinstance(value, dict) else Row(place, error="must be a JSON object")
 
 
 def _listed(path: str) -> list[Any]:
@@ -158,8 +158,8 @@ class Field:
         return found
 
 
-def wording(setting: str, source: str) -> Callable[[Fields], str]:
-    """Return a function that words a row by a Jinja template over its fields.
+def compile_template(setting: str, source: str) -> Callable[[Fields], str]:
+    """Return a function that renders a row with a Jinja template over its fields.
     Raises ConfigError, which names the setting, for an invalid template. The function raises it if the template fails
     on a row."""
     try:
@@ -167,7 +167,7 @@ def wording(setting: str, source: str) -> Callable[[Fields], str]:
     except jinja2.TemplateError as error:
         raise ConfigError(f"{setting}: must be a Jinja template: {error}, in {source!r}") from error
 
-    def worded(fields: Fields) -> str:
+    def render(fields: Fields) -> str:
         try:
             text = template.render(dict(fields))
         except Exception as error:  # a template may raise anything
@@ -176,7 +176,7 @@ def wording(setting: str, source: str) -> Callable[[Fields], str]:
             raise ConfigError(f"{setting} must render a text, got none")
         return text
 
-    return worded
+    return render
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Schema:
     """The fields of one file's rows. Raises ConfigError, with setting and field, if a row lacks one."""
 
     prompt: Field
-    wording: Callable[[Fields], str] | None  # None: the row's prompt is used unchanged
+    template: Callable[[Fields], str] | None  # None: the row's prompt is used unchanged
     answer: Field
     gold: GoldReader
 
@@ -198,23 +198,23 @@ class Schema:
             return (f"task.held_out_{name}", own) if own is not None else (f"task.{name}", getattr(task, name))
 
         template, source = setting("prompt_template")
-        worded = None if source is None else wording(template, source)
+        render = None if source is None else compile_template(template, source)
         prompt, answer = (Field(*setting(name)) for name in ("prompt_field", "answer_field"))
-        return cls(prompt, worded, answer, GOLD.get(verifier, _as_it_stands))
+        return cls(prompt, render, answer, GOLD.get(verifier, _as_it_stands))
 
-    def asked(self, fields: Fields) -> Asked:
+    def prompt_content(self, fields: Fields) -> PromptContent:
         """The row's prompt: text, or messages of a chat."""
         content = self.prompt.of(fields)
-        asked = content if isinstance(content, str) and content.strip() else _messages(content)
-        if asked is None:
+        prompt = content if isinstance(content, str) and content.strip() else _messages(content)
+        if prompt is None:
             raise ConfigError(
                 f"{self.prompt} must be text, or messages of a chat that end with the user's, got {_shown(content)}"
             )
-        return asked
+        return prompt
 
-    def worded(self, fields: Fields, asked: Asked) -> Asked:
+    def render_prompt(self, fields: Fields, content: PromptContent) -> PromptContent:
         """The prompt as the policy gets it, with the template applied."""
-        return asked if self.wording is None else self.wording(fields)
+        return content if self.template is None else self.template(fields)
 
     def gold_answer(self, fields: Fields) -> str:
         """The gold answer in the verifier's format."""

@@ -39,7 +39,7 @@ _END_TIMEOUT_S = 30.0  # for killed processes to end
 _START_TIMEOUT_S = 60.0  # for a sandbox to start its program
 _CHUNK = 2**16
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # sets print the same in every run; numpy's threads
-_MEND = "apt-get install bubblewrap, or set environment.sandbox=none to run without isolation"
+_REMEDY = "apt-get install bubblewrap, or set environment.sandbox=none to run without isolation"
 
 
 class Status(StrEnum):
@@ -90,13 +90,13 @@ class Sandbox:
                 "environment.sandbox=none: programs run with this user's rights, restricted only by resource limits"
             )
         elif shutil.which("bwrap") is None:
-            raise ConfigError(f"environment.sandbox: bubblewrap is not installed; {_MEND}")
+            raise ConfigError(f"environment.sandbox: bubblewrap is not installed; {_REMEDY}")
         else:
             remove_abandoned()
         result = self.run("print(6 * 7)", b"", Limits(cpu_s=30, wall_s=60))
         if result.stdout != b"42\n":
             why = result.error or f"a test program {result.status}"
-            raise ConfigError(f"environment.sandbox: {self._isolation} does not work here ({why}); {_MEND}")
+            raise ConfigError(f"environment.sandbox: {self._isolation} does not work here ({why}); {_REMEDY}")
         self._own_cpu_s = result.cpu_s
 
     def run(self, source: str, stdin: bytes, limits: Limits, *others: str) -> Result:
@@ -153,7 +153,7 @@ class Running:
                 os.set_blocking(pipe.fileno(), False)
         self._group, self._info = command.group, command.info
         self._ended = os.pidfd_open(process.pid)
-        self._said = b""  # text from stderr
+        self._stderr_text = b""  # text from stderr
         self._began: float | None = None  # when the program's start was seen
         self._received = bytearray()
         self._broken: Status | None = None  # status for the limit that the program exceeded
@@ -208,7 +208,7 @@ class Running:
         """Wait until the program has started or failed to start."""
         pipe, deadline = self._stderr.fileno(), time.monotonic() + _START_TIMEOUT_S
         while pipe in self._ready(pipe, select.POLLIN, deadline) and (said := os.read(pipe, _CHUNK)):
-            self._said += said
+            self._stderr_text += said
             if confined.STARTED in said:
                 self._began = time.monotonic()
                 return
@@ -228,7 +228,7 @@ class Running:
             self._kill()
         _, status, used = os.wait4(self._process.pid, 0)
         self._process.returncode = code = os.waitstatus_to_exitcode(status)
-        said = self._said + (self._stderr.read() or b"")
+        said = self._stderr_text + (self._stderr.read() or b"")
         for pipe in (self._stdin, self._stdout, self._stderr):
             if pipe is not None:
                 pipe.close()

@@ -70,7 +70,7 @@ A verdict without a score says nothing about the completion. After a RewardError
 verifier with a true attribute `bounded` limits the time of its own awaits."""
 
 
-class Apart(functools.partial[Awaitable[Verdict]]):
+class IsolatedVerifier(functools.partial[Awaitable[Verdict]]):
     """A Verifier that judges each completion in its own process, once its group has killed a worker.
 
     Its exceptions do not come from user code.
@@ -99,10 +99,10 @@ class Judge:
     async def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
         """Judge a completion's text.
         A verifier that raises is called once more; then the verdict has no result. Raises RewardError if the verifier
-        does, RewardTimeoutError if an await takes longer than `limit_s` seconds, and the errors of an Apart."""
+        does, RewardTimeoutError if an await takes over `limit_s` seconds, and the errors of an IsolatedVerifier."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.INCORRECT)
-        if isinstance(self._verify, Apart):
+        if isinstance(self._verify, IsolatedVerifier):
             return await self._verify(task, text)
         before = _now.set((self._name, task, text))
         on_verdict()
@@ -127,10 +127,10 @@ class Judge:
                 raise RewardError(str(error)) from error  # other processes may not know a user's own class
             except BaseException as error:  # the boundary to user code
                 if limit.expired():
-                    raise RewardTimeoutError(hung(awaited(error), late(limit_s or 0.0))) from None
+                    raise RewardTimeoutError(hang_text(stack_of(error), timeout_text(limit_s or 0.0))) from None
                 if isinstance(error, asyncio.CancelledError | GeneratorExit) and _is_ending():
                     raise
-                failure = explained(self._name, error, (task, text))
+                failure = error_text(self._name, error, (task, text))
         return Verdict(Outcome.FAILED, None, failure=failure)
 
 
@@ -152,33 +152,33 @@ _now: ContextVar[tuple[str, Prompt, str] | None] = ContextVar("now", default=Non
 # -- messages for people -----------------------------------------------------------------------------------------------
 
 
-def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
+def error_text(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
     """Explain an error of the user code `name`: place, then traceback, prompt and completion.
     All lines after the first are indented, so that a completion can't imitate another message."""
     shown = traceback.TracebackException.from_exception(error)
     shown.stack[:] = own = _own(shown.stack)
-    said = printable(f"{type(error).__name__}: {shown}")[:500]
-    return _block(f"{name}: {said}{_place(own)}", "".join(shown.format()), judged)
+    message = printable(f"{type(error).__name__}: {shown}")[:500]
+    return _block(f"{name}: {message}{_place(own)}", "".join(shown.format()), judged)
 
 
-def told(name: str, said: str, task: Prompt, text: str) -> str:
-    """Explain a failure without a traceback, in the format of `explained`."""
-    return _block(f"{name}: {said}", "", (task, text))
+def failure_text(name: str, message: str, task: Prompt, text: str) -> str:
+    """Explain a failure without a traceback, in the format of `error_text`."""
+    return _block(f"{name}: {message}", "", (task, text))
 
 
-def late(limit_s: float) -> str:
-    """Say that there is no verdict after `limit_s` seconds; for `hung`."""
+def timeout_text(limit_s: float) -> str:
+    """Say that there is no verdict after `limit_s` seconds; for `hang_text`."""
     return f"no verdict within {limit_s:g} s (rollout.reward_timeout_s)"
 
 
-def hung(stack: Sequence[traceback.FrameSummary], said: str) -> str:
-    """Explain that the user code at this `stack` takes too long, in the format of `explained`."""
+def hang_text(stack: Sequence[traceback.FrameSummary], message: str) -> str:
+    """Explain that the user code at this `stack` takes too long, in the format of `error_text`."""
     now, own = _now.get(), _own(stack)
     name, judged = ("the environment", None) if now is None else (now[0], now[1:])
-    return _block(f"{name}: {said}{_place(own)}", "".join(traceback.format_list(own)), judged)
+    return _block(f"{name}: {message}{_place(own)}", "".join(traceback.format_list(own)), judged)
 
 
-def awaited(error: BaseException) -> Sequence[traceback.FrameSummary]:
+def stack_of(error: BaseException) -> Sequence[traceback.FrameSummary]:
     """The stack of a coroutine that asyncio.timeout ended with this error."""
     return traceback.extract_tb((error.__cause__ or error).__traceback__)
 
@@ -223,7 +223,7 @@ class Failures:
         self._judged = False  # the verifier has judged a completion
         self._seen: Counter[str] = Counter()  # failures by name, error and place
 
-    def failed_try(self, error: RewardError) -> None:
+    def count_failed_attempt(self, error: RewardError) -> None:
         """Count a failed attempt of a group.
         Raises UserCodeError after too many in a row that killed a worker."""
         self._show(str(error))
@@ -232,7 +232,7 @@ class Failures:
             said = f"{self._lost} attempts in a row timed out or killed the reward worker, so the run stops"
             raise UserCodeError(f"{_first(str(error))}: {said}; fix this code, or raise rollout.reward_timeout_s")
 
-    def settled(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
+    def count_group(self, outcomes: Mapping[Outcome, int], failure: str | None, *, truncated: int = 0) -> None:
         """Count a group that was scored, or dropped with its `failure` and no outcomes.
         The `truncated` rollouts do not count. Raises UserCodeError if too many rollouts have no result."""
         rollouts = max(0, sum(outcomes.values()) - outcomes.get(Outcome.CUT, 0) - truncated)

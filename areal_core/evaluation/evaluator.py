@@ -87,7 +87,7 @@ async def evaluate(run: RunDir) -> None:
     evaluator = Evaluator(run)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
-    heartbeat.follow(asyncio.get_running_loop())
+    heartbeat.watch_loop(asyncio.get_running_loop())
     more = True
     try:
         while more:
@@ -97,13 +97,13 @@ async def evaluate(run: RunDir) -> None:
             except RunFinished:
                 return
             logs.at_step(version.version)
-            heartbeat.say(f"version {version.version}: scoring")
+            heartbeat.report(f"version {version.version}: scoring")
             start = time.monotonic()
             evaluation, table = await evaluator.score(version)
             timeline.span("evaluate", start, time.monotonic(), version.version)
             logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
             await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
-            more = await asyncio.to_thread(controller.evaluated, evaluation)
+            more = await asyncio.to_thread(controller.report_evaluation, evaluation)
     finally:
         await evaluator.rewards.close()
 
@@ -111,12 +111,12 @@ async def evaluate(run: RunDir) -> None:
 def main() -> None:
     run = RunDir.of_command_line()
     logs.start("evaluator")
-    process.adopt(run.ready_file("evaluator"))
+    process.tie_to_parent(run.ready_file("evaluator"))
     try:
         asyncio.run(evaluate(run))
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(process.HOPELESS if isinstance(error, UserCodeError) else 1) from None
+        raise SystemExit(process.EXIT_USER_CODE if isinstance(error, UserCodeError) else 1) from None
 
 
 if __name__ == "__main__":

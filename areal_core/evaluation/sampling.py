@@ -208,13 +208,13 @@ class Collector:
                 except SessionLostError:
                     continue
                 except RewardError as error:
-                    self._failures[problem.task].failed_try(error)
+                    self._failures[problem.task].count_failed_attempt(error)
                     if (tries := tries + 1) >= self._config.rollout.max_tries:
-                        self._failures[problem.task].settled(Counter({Outcome.FAILED: n}), str(error))
+                        self._failures[problem.task].count_group(Counter({Outcome.FAILED: n}), str(error))
                         return (_FAILED,) * n
         assert scored is not None, "a request is finished or raises"
         found = scored.summary
-        self._failures[problem.task].settled(found.outcomes, scored.failure, truncated=sum(found.truncated))
+        self._failures[problem.task].count_group(found.outcomes, scored.failure, truncated=sum(found.truncated))
         return scored.samples
 
     async def _complete(self, server: Server, request: GenerationRequest) -> list[Completion]:

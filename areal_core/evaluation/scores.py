@@ -186,14 +186,14 @@ def scored(records: Sequence[Record]) -> Scores:
     return Scores(
         problems=len(records),
         samples=samples,
-        greedy=estimate(_right(records)),
+        greedy=estimate(_correct(records)),
         pass_at={k: estimate(_pass_at(records, k)) for k in powers},
         majority_at={k: value for k in powers if k > 2 and (value := _majority_at(records, k))},
         outcomes={outcome: outcomes[outcome] for outcome in Outcome if outcomes[outcome]},
         truncated=sum(sample.truncated for sample in everything),
         mean_tokens=sum(sample.tokens for sample in everything) / len(everything),
         means={name: sum(values) / len(values) for name, values in numbers.items()},
-        of_tasks={task: float(_right([each for each in records if each.task == task]).mean()) for task in tasks},
+        of_tasks={task: float(_correct([each for each in records if each.task == task]).mean()) for task in tasks},
     )
 
 
@@ -204,7 +204,7 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
         raise ConfigError(
             "reference: must have the same problems as this evaluation; use equal data and settings for both"
         )
-    found = {"greedy": difference(_right(records), _right(reference))}
+    found = {"greedy": difference(_correct(records), _correct(reference))}
     if all(record.samples for record in (*records, *reference)):
         found["pass_at_1"] = difference(_pass_at(records, 1), _pass_at(reference, 1))
     return found
@@ -226,7 +226,7 @@ def problem_row(record: Record) -> dict[str, Any]:
     }
 
 
-def _right(records: Sequence[Record]) -> NDArray[np.float64]:
+def _correct(records: Sequence[Record]) -> NDArray[np.float64]:
     """Whether the greedy completion of each problem is correct: 1 or 0, shape [P]."""
     return np.array([float(record.greedy.correct) for record in records])
 
@@ -245,7 +245,7 @@ def _majority_at(records: Sequence[Record], k: int) -> Estimate | None:
         ([s.answer for s in record.samples], {s.answer for s in record.samples if s.correct and s.answer})
         for record in records
     ]
-    return estimate(np.array([majority_at_k(answers, right, k) for answers, right in votes]))
+    return estimate(np.array([majority_at_k(answers, correct, k) for answers, correct in votes]))
 
 
 def _shown(value: Estimate) -> str:

@@ -27,7 +27,7 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 ROLE = "evaluation"  # of the evaluator's own servers, in file names
 _BORROWED = "borrowed"  # name of the file with the borrowed server
-_AGAIN_S = 1.0  # between two tries to reach a server
+_RETRY_S = 1.0  # between two tries to reach a server
 
 
 def open_servers(run: RunDir, config: RunConfig) -> Servers:
@@ -154,7 +154,7 @@ class OwnServers(_RunServers):
                 except ServerLostError as error:
                     if said != (said := str(error)):
                         logger.warning("%s", said)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
 class BorrowedServer(_RunServers):
@@ -178,7 +178,7 @@ class BorrowedServer(_RunServers):
                     await self._score(server["url"], collector, version, completions, server["stager"])
             except ServerLostError as error:
                 logger.warning("borrowed server %s failed: %s", server["name"], error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
             finally:
                 await self._give_back(server)
 
@@ -193,7 +193,7 @@ class BorrowedServer(_RunServers):
                 write_json(self._file, borrowed)
                 await asyncio.to_thread(self._controller.leave, borrowed["name"])
                 return borrowed
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def _give_back(self, server: dict[str, Any]) -> None:
         """Let the server join the run again, unless a restarted server of its name has joined.

@@ -59,18 +59,18 @@ def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
     return np.array(values)
 
 
-def majority_at_k(answers: Sequence[str | None], right: Collection[str], k: int) -> float:
+def majority_at_k(answers: Sequence[str | None], correct: Collection[str], k: int) -> float:
     """The expected correctness (maj@k) of the most frequent answer among k of one prompt's n completions.
 
     Exact over all draws of k without replacement, for n up to 1,000. For k = n it is the single vote of all completions
-    (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `right` holds the
+    (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `correct` holds the
     correct ones. A tie counts by the share of its answers that are correct. A completion without an answer (None) is
     drawn but doesn't vote; without votes the result is incorrect. k is from 1 to n.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     silent = len(answers) - votes.total()
     won = 0.0
-    for answer in sorted(votes.keys() & set(right)):
+    for answer in sorted(votes.keys() & set(correct)):
         others = [count for other, count in votes.items() if other != answer]
         for top in range(1, min(k, votes[answer]) + 1):
             ways = _ways(others, silent, top, k - top)

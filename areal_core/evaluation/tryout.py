@@ -48,15 +48,15 @@ class Tryout:
             limit = f"{self.truncated:.0%} of the rollouts are truncated at {its.max_new_tokens} tokens"
             found.append((self.truncated > _MOST, f"task.max_new_tokens: {limit}; raise it"))
         if self.zero_variance > _MANY:
-            hopeless, share = self.zero_variance > _MOST, f"all rewards are equal in {self.zero_variance:.0%} of groups"
+            fatal, share = self.zero_variance > _MOST, f"all rewards are equal in {self.zero_variance:.0%} of groups"
             if self.correct > 1 - _MANY:
                 said = f"{share}, and {self.correct:.0%} of the rollouts are correct"
-                found.append((hopeless, f"environment.verifier: {said}; check the verifier, or choose harder prompts"))
-            elif not hopeless or self.truncated <= _MOST:
+                found.append((fatal, f"environment.verifier: {said}; check the verifier, or choose harder prompts"))
+            elif not fatal or self.truncated <= _MOST:
                 advice = (
                     "choose easier prompts (task), a larger algorithm.group_size, or a verifier with partial credit"
                 )
-                found.append((hopeless, f"task: {share}, and {self.correct:.0%} of rollouts are correct; {advice}"))
+                found.append((fatal, f"task: {share}, and {self.correct:.0%} of rollouts are correct; {advice}"))
         return sorted(found, key=lambda each: not each[0])
 
 

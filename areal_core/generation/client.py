@@ -31,7 +31,7 @@ from pathlib import Path
 import orjson
 
 from areal_core.api import wire
-from areal_core.api.patience import patience
+from areal_core.api.patience import lag_tolerant_timeout
 from areal_core.api.pending_completions import Received
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.connection import Completions, Connection, part_ids
@@ -78,10 +78,10 @@ class GenerationClient:
         self._update_timeout_s = update_timeout_s
         self._open: dict[str, GenerationRequest] = {}  # requests in flight, by id
         self._timeline = timeline
-        self._doing = Activity("wait")
+        self._activity = Activity("wait")
         self._paused = False  # paused for an update
         self._paused_before_s = 0.0  # seconds paused by earlier updates
-        self._completion_s, self._looked = 0.0, time.monotonic()
+        self._completion_s, self._counted_at = 0.0, time.monotonic()
         self._swap_ms = 0.0
         self._other_tokens = 0  # tokens that vLLM sampled for requests outside the rollout
         self._generated_tokens = 0  # at the last `load`
@@ -103,7 +103,7 @@ class GenerationClient:
                 f"{self.url} has routes of {local}, must be {wire.EMBEDDED}: start it from the same installation"
             )
         if not self.in_place and self._timeline is not None:
-            self._doing = Activity(self._doing.kind, self._timeline())
+            self._activity = Activity(self._activity.kind, self._timeline())
 
     async def generate(self, request: GenerationRequest, take: Take) -> None:
         """Generate completions, and call `take` with their indices and the body that holds them, as they end.
@@ -113,7 +113,7 @@ class GenerationClient:
         """
         is_rollout = request.request_id.startswith(wire.ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
-        generate = self._completions.in_parts if self.in_place else self._completions.one_by_one
+        generate = self._completions.stream if self.in_place else self._completions.request_each
         self._open[request.request_id] = request
         self._requested += most
         self._note()
@@ -167,7 +167,7 @@ class GenerationClient:
             if self._adapters and not self.in_place:
                 await self._switch(version, interruption)
             else:
-                await self._stage(await self._on_its_machine(version))
+                await self._stage(await self._local_version(version))
                 await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
@@ -179,7 +179,7 @@ class GenerationClient:
             await self.load_version(version, "resubmit")
             return
         async with self._in_time(f"version {version.version} was not loaded"):
-            there = await self._on_its_machine(version)
+            there = await self._local_version(version)
             await self._check(there)
             await self._pause("resubmit")
             call = {"method": "reload_weights", "kwargs": {"weights_path": there.path}}
@@ -236,7 +236,7 @@ class GenerationClient:
         await self._control("GET", "/health")
 
     async def close(self) -> None:
-        self._doing.end()
+        self._activity.end()
         await self._connection.close()
         await self._run(lambda _: self._completions.close(), lambda *_: None)
 
@@ -244,7 +244,7 @@ class GenerationClient:
     async def _in_time(self, otherwise: str) -> AsyncIterator[None]:
         """Context manager: raises ServerLostError if the server fails, refuses the request or takes too long."""
         try:
-            async with patience(self._update_timeout_s):
+            async with lag_tolerant_timeout(self._update_timeout_s):
                 yield
         except TimeoutError:
             raise ServerLostError(f"{self.url}: {otherwise} within {self._update_timeout_s:g} s") from None
@@ -266,7 +266,7 @@ class GenerationClient:
         models = orjson.loads(await self._control("GET", "/v1/models"))["data"]
         name, held = wire.version_name(version), {model["id"] for model in models}
         if version.version and name not in held:
-            there = await self._on_its_machine(version)
+            there = await self._local_version(version)
             await self._check(there)
             body = {"lora_name": name, "lora_path": there.path}
             await self._control("POST", "/v1/load_lora_adapter", body, timeout_s=None)
@@ -277,7 +277,7 @@ class GenerationClient:
         for old in held - {name, last, wire.MODEL_NAME}:
             await self._control("POST", "/v1/unload_lora_adapter", {"lora_name": old})
 
-    async def _on_its_machine(self, version: PolicyVersion) -> PolicyVersion:
+    async def _local_version(self, version: PolicyVersion) -> PolicyVersion:
         """Return the version with its path on the server's machine, after the stager has fetched it."""
         if self.stager is None:
             return version
@@ -303,7 +303,7 @@ class GenerationClient:
         mode = {"resubmit": "abort", "keep": "keep", "wait": "wait", "recompute": "keep" if self.in_place else "abort"}
         clear_cache = "false" if interruption == "keep" else "true"
         self.resubmitted_tokens = 0
-        self._paused_before_s, self._paused = self._doing.seconds("update"), interruption != "wait"
+        self._paused_before_s, self._paused = self._activity.seconds("update"), interruption != "wait"
         self._note()
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
         self._paused = True
@@ -316,7 +316,7 @@ class GenerationClient:
         await self._control("POST", "/resume")
         self._paused = False
         self._note()
-        self._swap_ms = 1e3 * (self._doing.seconds("update") - self._paused_before_s)
+        self._swap_ms = 1e3 * (self._activity.seconds("update") - self._paused_before_s)
 
     def _vllm_load(self, metrics: str) -> wire.ServerLoad:
         """Compute the load of a vLLM server from its counters and this client's clock."""
@@ -325,7 +325,7 @@ class GenerationClient:
             values[name] = values.get(name, 0.0) + float(value)
         self._note()
         running, now = int(values.get("num_requests_running", 0)), time.monotonic()
-        self._completion_s, self._looked = self._completion_s + running * (now - self._looked), now
+        self._completion_s, self._counted_at = self._completion_s + running * (now - self._counted_at), now
         generated = int(values.get("generation_tokens_total", 0))
         return wire.ServerLoad(
             running=running,
@@ -333,8 +333,8 @@ class GenerationClient:
             generated_tokens=generated,
             rollout_tokens=generated - self._other_tokens,  # vLLM does not count requests separately
             completion_s=self._completion_s,  # assumes that the current number ran since the last call
-            idle_s=self._doing.seconds("wait"),
-            paused_s=self._doing.seconds("update"),
+            idle_s=self._activity.seconds("wait"),
+            paused_s=self._activity.seconds("update"),
             swap_ms=self._swap_ms,
             recompute_ms=0.0,  # interrupted completions are prefilled among other requests
             recomputed_tokens=0,
@@ -342,7 +342,7 @@ class GenerationClient:
 
     def _note(self) -> None:
         """Record the server's activity from now on, as far as its client knows."""
-        self._doing.note("update" if self._paused else "generate" if self._open else "wait")
+        self._activity.note("update" if self._paused else "generate" if self._open else "wait")
 
     async def _control(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S

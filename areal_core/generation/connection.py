@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import aiohttp
 
 from areal_core.api.access import authorization
-from areal_core.api.patience import patience
+from areal_core.api.patience import lag_tolerant_timeout
 from areal_core.api.pending_completions import receive
 from areal_core.api.wire import PARTS, encode_request, parse_part
 from areal_core.errors import GenerationError, ServerLostError
@@ -48,12 +48,12 @@ class Connection:
         if timeout_s is None:
             return await self._read(method, path, body)
         try:
-            async with patience(timeout_s):
+            async with lag_tolerant_timeout(timeout_s):
                 return await self._read(method, path, body)
         except TimeoutError:
             raise ServerLostError(f"{self._where(path)}: no response in {timeout_s} s") from None
 
-    async def answered(
+    async def send(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
         """Send a request and return its response of status 200. A `body` is JSON.
@@ -84,7 +84,7 @@ class Connection:
 
     async def _read(self, method: str, path: str, body: bytes | None) -> bytes:
         with self.failures(path):
-            async with await self.answered(method, path, body) as response:
+            async with await self.send(method, path, body) as response:
                 return await response.read()
 
     def _where(self, path: str) -> str:
@@ -100,11 +100,11 @@ class Completions:
         self._connection: Connection | None = None  # on the event loop of the requests
         self.share_no_prefix()
 
-    async def in_parts(self, request: GenerationRequest, model: str, take: Take) -> None:
+    async def stream(self, request: GenerationRequest, model: str, take: Take) -> None:
         """Request all completions at once; the embedded server sends them in parts as they end."""
         body, missing, connection = encode_request(request, model), request.n, self._connected()
         with connection.failures(_GENERATE):
-            async with await connection.answered("POST", _GENERATE, body, {"Accept": PARTS}) as response:
+            async with await connection.send("POST", _GENERATE, body, {"Accept": PARTS}) as response:
                 while missing and (line := await response.content.readline()):
                     indices, size = parse_part(line)
                     take(indices, receive(await response.content.readexactly(size)))
@@ -112,7 +112,7 @@ class Completions:
         if missing:
             raise ServerLostError(f"{self._url}: the response to {request.request_id} ended early")
 
-    async def one_by_one(self, request: GenerationRequest, model: str, take: Take) -> None:
+    async def request_each(self, request: GenerationRequest, model: str, take: Take) -> None:
         """Send one request per completion: vLLM answers a request only after its last completion.
 
         vLLM gives completion i of a request the seed `seed` + i, so the completions are the same. Its prefix cache
@@ -148,5 +148,5 @@ class Completions:
 
 
 def part_ids(request: GenerationRequest) -> list[str]:
-    """Return the ids of the requests that `one_by_one` makes of a request."""
+    """Return the ids of the requests that `request_each` makes of a request."""
     return [request.request_id] if request.n == 1 else [f"{request.request_id}.{index}" for index in range(request.n)]

@@ -34,7 +34,7 @@ class DataPlane:
         self._thread: threading.Thread | None = None
         self._events: deque[tuple[asyncio.Future[None], Take, Event]] = deque()
         self._lock = threading.Lock()
-        self._called = False  # a call of `_look` is scheduled
+        self._scheduled = False  # a call of `_drain` is scheduled
 
     async def run(self, work: Work, take: Take) -> None:
         """Run the work in the thread, and call `take` here, in order, with its results. Returns when all are taken.
@@ -47,11 +47,11 @@ class DataPlane:
         def post(event: Event) -> None:
             with self._lock:
                 self._events.append((done, take, event))
-                called, self._called = self._called, True
-            if not called:
-                here.call_soon_threadsafe(self._look, here)
+                scheduled, self._scheduled = self._scheduled, True
+            if not scheduled:
+                here.call_soon_threadsafe(self._drain, here)
 
-        async def there() -> None:
+        async def run_in_thread() -> None:
             try:
                 await work(lambda *taken: post(taken))
             except BaseException as error:  # noqa: BLE001 - raised again in `run`
@@ -59,7 +59,7 @@ class DataPlane:
             else:
                 post(None)
 
-        working = asyncio.run_coroutine_threadsafe(there(), self._loop or self._start())
+        working = asyncio.run_coroutine_threadsafe(run_in_thread(), self._loop or self._start())
         try:
             await done
         except BaseException:
@@ -80,20 +80,20 @@ class DataPlane:
         self._thread.start()
         return loop
 
-    def _look(self, here: asyncio.AbstractEventLoop) -> None:
+    def _drain(self, here: asyncio.AbstractEventLoop) -> None:
         until = here.time() + _TURN_S
         while here.time() < until:
             with self._lock:
                 if not self._events:
-                    self._called = False
+                    self._scheduled = False
                     return
                 done, take, event = self._events.popleft()
             if not done.done():
-                _see(done, take, event)
-        here.call_soon(self._look, here)
+                _apply(done, take, event)
+        here.call_soon(self._drain, here)
 
 
-def _see(done: asyncio.Future[None], take: Take, event: Event) -> None:
+def _apply(done: asyncio.Future[None], take: Take, event: Event) -> None:
     if event is None:
         done.set_result(None)
     elif isinstance(event, asyncio.CancelledError):

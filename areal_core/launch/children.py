@@ -70,8 +70,8 @@ def start(
     """Start a child process with `environment` added to this process's own. Raises OSError.
 
     `grace_s` is the child's time to end in order, in seconds, once this process is gone. The sweeper leaves a child
-    that `outlives` this process alone. A `foreign` program does not call `process.adopt`, so its PDEATHSIG is set here.
-    Then this process must have a single thread.
+    that `outlives` this process alone. A `foreign` program does not call `process.tie_to_parent`, so its PDEATHSIG is
+    set here. Then this process must have a single thread.
     """
     mark = {} if outlives else sweeper.mark
     if not outlives:

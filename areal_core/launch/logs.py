@@ -57,21 +57,21 @@ def at_step(step: int) -> None:
 
 
 class Journal:
-    """Messages of the launcher itself: passed to `tell`, and kept in a log file of their own.
-    A full disk does not stop `tell`."""
+    """Messages of the launcher itself: passed to `echo`, and kept in a log file of their own.
+    A full disk does not stop `echo`."""
 
-    def __init__(self, path: Path, name: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, name: str, echo: Callable[[str], None]) -> None:
         handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, delay=True)
         handler.setFormatter(Formatter(name))
         handler.handleError = lambda record: None
         self._logger = logging.Logger(name)  # no parent logger, so the root's handlers get no records
         self._logger.addHandler(handler)
-        self._tell = tell
+        self._echo = echo
 
     def __call__(self, line: str, level: int = logging.WARNING) -> None:
         """Log a line, by default as a warning, because a launcher reports mostly problems."""
         self._logger.log(level, "%s", line)
-        self._tell(line)
+        self._echo(line)
 
 
 class Formatter(logging.Formatter):

@@ -22,15 +22,15 @@ from typing import NoReturn
 from areal_core.launch import heartbeat
 from areal_core.storage.rundir import write_json
 
-SPENT = 3  # exit status: its own children have spent their restarts; do not restart it
+EXIT_FINAL = 3  # exit status: its own children have spent their restarts; do not restart it
 STACKS = signal.SIGUSR1  # makes a process write its threads' stacks to its log
-HOPELESS = 4  # exit status: a bug in user code; no restart or retry would help
+EXIT_USER_CODE = 4  # exit status: a bug in user code; no restart or retry would help
 _PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt(ready_file: Path | None = None) -> None:
+def tie_to_parent(ready_file: Path | None = None) -> None:
     """Tie this process to its parent. Every process of a run calls this first, from its main thread.
 
     When the parent ends, this process gets SIGTERM. `announce_ready` will write `ready_file`, and an earlier process's
@@ -60,7 +60,7 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
-def end_with(main: Callable[[], int | None]) -> NoReturn:
+def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run a process's main function and exit with its status, without interpreter shutdown.
 
     For processes that use torch. Its threads, gloo's and our daemon threads may still run native code at the end. Such

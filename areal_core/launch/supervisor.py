@@ -23,7 +23,7 @@ from typing import Any
 from areal_core.config.groups import LaunchConfig
 from areal_core.errors import ProcessError, UserCodeError
 from areal_core.launch import children, heartbeat, logs, process
-from areal_core.launch.heartbeat import Looks, Watchdog, kernel_state
+from areal_core.launch.heartbeat import CheckTimer, Watchdog, kernel_state
 from areal_core.launch.sweeper import end_marked, poll
 from areal_core.storage.rundir import RunDir
 
@@ -78,7 +78,7 @@ CHILD_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-_STARTING_S, _TURN_S = 0.05, 0.25  # between two checks of ready files and logs: during start-up, and later
+_START_POLL_S, _POLL_S = 0.05, 0.25  # between two checks of ready files and logs: during start-up, and later
 _STACKS_S = 1.0  # time for a process to write its stacks
 _RETRY_S = 0.1  # poll interval where the kernel sends no event
 _NICE_S = 10.0  # time for the kernel to accept a session's nice value
@@ -191,7 +191,7 @@ class Supervisor:
         self._children: dict[int, _Member] = {}
         self._absent: dict[int, float] = {}  # index -> monotonic time of restart; the others go on without
         self._budgets = {index: RestartBudget(launch.restarts, launch.restart_refill_s) for index in spec.indices}
-        self._looks = Looks()
+        self._check_timer = CheckTimer()
         self.explains = False  # whether processes write their stacks to their logs before they are stopped
 
     def run(self) -> None:
@@ -207,7 +207,7 @@ class Supervisor:
             while self._children:
                 fds = {self.stop.fileno(), *(child.process.pidfd for child in self._children.values())}
                 starting = any(child.deadline < math.inf for child in self._children.values())
-                happened = poll(fds, _STARTING_S if starting else _TURN_S)
+                happened = poll(fds, _START_POLL_S if starting else _POLL_S)
                 for child in list(self._children.values()):
                     self._notice_ready(child)
                     self._forward_log(child)
@@ -215,7 +215,7 @@ class Supervisor:
                     return
                 self._handle_ends(happened)
                 self._start_absent()
-                self._look_for_hung()
+                self._kill_hung()
         except BaseException:  # for instance a listener with a broken pipe: call no listener again
             self.log = self.forward = lambda _: None
             raise
@@ -232,7 +232,7 @@ class Supervisor:
             if child.process.pidfd in happened:
                 code = self._reap(child)
                 if code != 0 or not self.spec.exits:
-                    if code == process.HOPELESS:
+                    if code == process.EXIT_USER_CODE:
                         said = child.process.log.last_lines(child.process.name, count=50)
                         raise UserCodeError(said.rpartition("areal: error: ")[2].partition(" | ")[0])
                     self._recover(child, children.how_it_ended(code), final=code == self.spec.final)
@@ -267,14 +267,14 @@ class Supervisor:
                 self.log(f"{self.spec.name}-{index} can restart again: restart {budget.spent} of {budget.most}")
                 self._start([index])
 
-    def _look_for_hung(self) -> None:
+    def _kill_hung(self) -> None:
         """Kill a hanging process and recover.
         If several hang, kill the one without progress for longest: the others may be waiting for it."""
-        if not (elapsed_s := self._looks.elapsed()):
+        if not (elapsed_s := self._check_timer.elapsed()):
             return
         children.sweeper.check()
         ready = [child for child in self._children.values() if child.ready]
-        hung = [(child, how) for child in ready if (how := child.watchdog.look(elapsed_s)) is not None]
+        hung = [(child, how) for child in ready if (how := child.watchdog.check(elapsed_s)) is not None]
         if hung:
             child, how = max(hung, key=lambda found: found[0].watchdog.still_s)
             stacks = self._stacks(child)
@@ -299,11 +299,7 @@ class Supervisor:
     def _spawn(self, index: int, attempt: str) -> None:
         spec, name = self.spec, self.spec.name
         self.run_dir.ready_file(name, index).unlink(missing_ok=True)
-        settings = {
-            ATTEMPT: attempt,
-            logs.INDEX: str(index),
-            heartbeat.FOLDER: str(self.run_dir.heartbeats),
-        }
+        settings = {ATTEMPT: attempt, logs.INDEX: str(index), heartbeat.FOLDER: str(self.run_dir.heartbeats)}
         path = self.run_dir.log_file(name, index)
         try:
             started = children.start(

@@ -31,7 +31,7 @@ _MARKS = Path("/dev/shm")  # of this machine and boot: after a crash, files may 
 _MARKS_KEPT = 64
 _PIECE = 2**18  # numbers checked at once, so that they stay in the processor's cache
 _CHECK_S, _SLOWEST = 5.0, 1e8  # upper bound of a check's duration: seconds, plus size at this many bytes/s
-_LOOK_S = 0.02  # between two attempts at the lock
+_POLL_S = 0.02  # between two attempts at the lock
 
 
 def weights_digest(source: Path) -> str:
@@ -115,4 +115,4 @@ def _lock(mark: IO[bytes], patience_s: float) -> None:
         with suppress(BlockingIOError):
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -1,10 +1,10 @@
 """The bottleneck report of a run: how long each role worked and waited, and how much faster the run could have been.
 
-`account` adds up the spans of the processes' timelines (areal_core.tracking.timeline). `bound` applies one rule: a role
-that works a share u of the time could sustain 1 / u times the throughput. So the role with the largest share is the
-bottleneck, and the role with the next share limits the speed-up from removing it. Without idle time the run would have
-been 1 / u times as fast. Where generation and training share cores, the cores are the resource, and roles have shares
-of them.
+`usage` adds up the spans of the processes' timelines (areal_core.tracking.timeline). `describe_bottleneck` applies one
+rule: a role that works a share u of the time could sustain 1 / u times the throughput. So the role with the largest
+share is the bottleneck, and the role with the next share limits the speed-up from removing it. Without idle time the
+run would have been 1 / u times as fast. Where generation and training share cores, the cores are the resource, and
+roles have shares of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SERVES = {"evaluation": "evaluator"}  # role -> role that it works for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class Usage:
     """Work and wait times of every role between two moments of a run; roles are those in process names."""
 
     wall_s: float
@@ -66,17 +66,17 @@ def explain(
         return None
     first, last = min(published), max(published)
     cpu_s = controller_cpu_s * (last - first) / (last - start_s)
-    counted = account(spans, config, start_s=first, end_s=last, controller_cpu_s=cpu_s)
+    counted = usage(spans, config, start_s=first, end_s=last, controller_cpu_s=cpu_s)
     rates = split.rates(config, curves)
     used, advice = (split.generation_used(config, rates), split.advice(config, rates)) if rates else (None, None)
-    text = " ".join(filter(None, (bound(counted, config, used=used), advice)))
+    text = " ".join(filter(None, (describe_bottleneck(counted, config, used=used), advice)))
     idle = {role: 1.0 - counted.share(role, *_WORK) for role in ("generation", "trainer") if role in counted.processes}
     return Explanation(text=text, idle=idle)
 
 
-def account(
+def usage(
     spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float, controller_cpu_s: float = 0.0
-) -> Account:
+) -> Usage:
     """Work and wait times of each role between `start_s` and `end_s`, in seconds since the Unix epoch.
     Spans that cross an edge count in part."""
     processes: defaultdict[str, set[str]] = defaultdict(set)
@@ -92,7 +92,7 @@ def account(
         # Reward workers of other machines have cores that `launch.devices` does not count.
         if span.role != "rewards" or int(span.process.rpartition("-")[2]) < config.rollout.reward_workers:
             cpu_s[role] += inside_s / (span.end_s - span.start_s) * (span.cpu_s or 0.0)
-    return Account(
+    return Usage(
         wall_s=end_s - start_s,
         processes=processes,
         seconds=seconds,
@@ -121,32 +121,32 @@ def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s:
     return busy_s / (config.launch.devices * (end_s - start_s))
 
 
-def bound(account: Account, config: RunConfig, *, used: float | None = None) -> str:
+def describe_bottleneck(usage: Usage, config: RunConfig, *, used: float | None = None) -> str:
     """The bottleneck of a run of `config`, as one paragraph.
     `used` is the generated share of what the servers could have generated (areal_core.planning.split), or None."""
     if config.launch.accelerator == "cpu" and not config.emulated:
-        sentences = _of_cores(account, config)
+        sentences = _of_cores(usage, config)
     elif config.max_staleness:
-        sentences = _of_stages(account, config, used)
+        sentences = _of_stages(usage, config, used)
     else:
-        sentences = _of_turns(account, config)
+        sentences = _of_turns(usage, config)
     return " ".join(filter(None, sentences))
 
 
-def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
+def _of_cores(usage: Usage, config: RunConfig) -> Iterator[str]:
     """Report for generation and training on shared cores: how busy the cores were, by role."""
     cores = config.launch.devices
-    used = {role: account.cpu_s.get(role, 0.0) / (cores * account.wall_s) for role in _NAMES}
+    used = {role: usage.cpu_s.get(role, 0.0) / (cores * usage.wall_s) for role in _NAMES}
     total = sum(used.values())
-    busy = max(account.occupied, min(1.0, total))  # other roles work when generation and training do not
+    busy = max(usage.occupied, min(1.0, total))  # other roles work when generation and training do not
     largest = max(used, key=used.__getitem__)
     bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = [f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0]
     yield f"{_CAUSES[bottleneck]} limited this run."
-    yield f"It had work for {_count(cores, 'core')} during {_percent(busy)} of {account.wall_s:.1f} s."
+    yield f"It had work for {_count(cores, 'core')} during {_percent(busy)} of {usage.wall_s:.1f} s."
     yield f"It used {_percent(total)} of their time: {_listed(by_role)}."
-    yield _waits(account)
+    yield _waits(usage)
     yield (
         f"Upper bounds on the speed-up: {1 / busy:.2f}x if the cores always had work, {relieved:.2f}x if "
         f"{_NAMES[largest]} took no time."
@@ -154,23 +154,23 @@ def _of_cores(account: Account, config: RunConfig) -> Iterator[str]:
     yield _remedy(bottleneck, config)
 
 
-def _of_stages(account: Account, config: RunConfig, used: float | None) -> Iterator[str]:
+def _of_stages(usage: Usage, config: RunConfig, used: float | None) -> Iterator[str]:
     """Report for generation and training at the same time, on separate devices."""
-    generating, training = account.share("generation", "generate"), 1.0 - account.share("trainer", "wait")
+    generating, training = usage.share("generation", "generate"), 1.0 - usage.share("trainer", "wait")
     shares = {
         "generation": generating if used is None else used,
         "training": training,
-        "rewards": account.share("rewards", "score"),
+        "rewards": usage.share("rewards", "score"),
     }
     (first, busy), (second, next_busy), _ = _largest_first(shares)
     bottleneck = first if busy >= _BUSY else "staleness"
     room = "" if used is None else f", at {_percent(used)} of their full rate"
-    yield f"{_CAUSES[bottleneck]} limited this run of {_duration(account, config)}."
-    recomputing = f"{_percent(account.share('trainer', 'recompute'))} on proximal log-probabilities"
+    yield f"{_CAUSES[bottleneck]} limited this run of {_duration(usage, config)}."
+    recomputing = f"{_percent(usage.share('trainer', 'recompute'))} on proximal log-probabilities"
     yield f"{_count(config.training_ranks, 'rank')} worked {_percent(training)} of the time ({recomputing})."
     yield f"{_count(config.generation_servers, 'server')} generated {_percent(generating)} of the time{room}."
     yield f"Scoring took {_percent(shares['rewards'])}."
-    yield _waits(account)
+    yield _waits(usage)
     bounds = f"Upper bounds on the speed-up: {1 / busy:.2f}x without idle time"
     if bottleneck == "staleness":
         yield f"{bounds}."
@@ -180,13 +180,13 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Itera
     yield _remedy(bottleneck, config)
 
 
-def _of_turns(account: Account, config: RunConfig) -> Iterator[str]:
+def _of_turns(usage: Usage, config: RunConfig) -> Iterator[str]:
     """Report for generation and training in turn, on the same devices."""
-    generating, training = account.share("generation", "generate"), account.share("trainer", "recompute", "train")
+    generating, training = usage.share("generation", "generate"), usage.share("trainer", "recompute", "train")
     busy = min(1.0, generating + training)
     first = "generation" if generating >= training else "training"
     relieved = 1 / max(busy - max(generating, training), 1e-9)
-    yield f"{_CAUSES['turns']} limited this run of {_duration(account, config)}."
+    yield f"{_CAUSES['turns']} limited this run of {_duration(usage, config)}."
     yield (
         f"Devices generated {_percent(generating)} of the time (including the wait for the longest completion of each "
         f"batch), trained {_percent(training)} and were idle {_percent(1 - busy)}."
@@ -219,19 +219,19 @@ def _remedy(bottleneck: str, config: RunConfig) -> str:
     return _REMEDIES[bottleneck]
 
 
-def _waits(account: Account) -> str:
+def _waits(usage: Usage) -> str:
     """Two sentences on the waits of ranks and servers, as shares of the time."""
     return (
-        f"Ranks waited {_percent(account.share('trainer', 'wait'))} of the time for a batch. Servers waited "
-        f"{_percent(account.share('generation', 'wait'))} for requests and "
-        f"{_percent(account.share('generation', 'update'))} for new model weights."
+        f"Ranks waited {_percent(usage.share('trainer', 'wait'))} of the time for a batch. Servers waited "
+        f"{_percent(usage.share('generation', 'wait'))} for requests and "
+        f"{_percent(usage.share('generation', 'update'))} for new model weights."
     )
 
 
-def _duration(account: Account, config: RunConfig) -> str:
+def _duration(usage: Usage, config: RunConfig) -> str:
     if config.emulated:
-        return f"{account.wall_s * config.emulation.speed:.0f} emulated seconds"
-    return f"{account.wall_s:.1f} s"
+        return f"{usage.wall_s * config.emulation.speed:.0f} emulated seconds"
+    return f"{usage.wall_s:.1f} s"
 
 
 def _count(count: int, name: str) -> str:

@@ -38,27 +38,27 @@ from areal_core.types import Completion, Outcome, Prompt, Rollout, SampleRequest
 Requests = tuple[SampleRequest, ...]
 
 
-class Saying:
+class OutcomeQueue:
     """A queue of the outcomes that a group sends to its caller."""
 
     def __init__(self) -> None:
-        self._said = asyncio.Queue[Any]()
+        self._outcomes = asyncio.Queue[Any]()
 
-    def say(self, outcome: Any) -> None:
-        self._said.put_nowait(outcome)
+    def report(self, outcome: Any) -> None:
+        self._outcomes.put_nowait(outcome)
 
-    async def said(self) -> Any:
+    async def next_outcome(self) -> Any:
         """Wait for the next requests of the rollouts, or for the scored group.
 
         Raises GenerationError for a response without completions. Raises RewardError for rollouts that fail, can't be
         scored, take too long or lose their worker."""
-        outcome = await self._said.get()
+        outcome = await self._outcomes.get()
         if isinstance(outcome, ArealError):
             raise outcome
         return outcome
 
 
-class GroupRollout(Saying):
+class GroupRollout(OutcomeQueue):
     """The rollouts of one group, from their first turns to their scores; implements `rollouts.Session`."""
 
     def __init__(
@@ -78,27 +78,27 @@ class GroupRollout(Saying):
         self._task = task
         self._config = config
         super().__init__()
-        self._calls = _Calls(self.say)
+        self._calls = _Calls(self.report)
         self._policies: list[RecordingPolicy] = []
         self._tasks: list[asyncio.Task[Rollout]] = []  # one for each rollout
         self._rollouts: asyncio.Task[list[Rollout]] | None = None
         self._failures: list[str] = []  # messages of the verifier's VerifierErrors
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
         """Begin the rollouts, or resume them with finished completions.
-        The completions belong to the group's opening request, or to requests that `said` has returned."""
+        The completions belong to the group's opening request, or to requests that `next_outcome` has returned."""
         try:
-            completions = join_completions([each.completion for each in arrived])
+            completions = join_completions([each.completion for each in arrivals])
             for each in completions:
                 if each.finish_reason not in ("stop", "length") or len(each.token_ids) == 0:
                     raise RewardError(f"a completion is unfinished: {each.finish_reason}, {len(each.token_ids)} tokens")
         except (GenerationError, RewardError) as error:
-            self.say(error)
+            self.report(error)
             self.close()
             return
         if self._rollouts is None:
             self._rollouts = self._begin()
-        self._calls.deliver(arrived, completions)
+        self._calls.deliver(arrivals, completions)
 
     def cut(self) -> None:
         """End unfinished rollouts: without a result if they wait for the policy, else as incorrect."""
@@ -124,7 +124,7 @@ class GroupRollout(Saying):
     def _overdue(self) -> None:
         """End the process if cancelled rollouts still run, because they would sample for nothing."""
         if not all(task.done() for task in self._tasks):
-            swallowed(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it propagate"))
+            on_uncancelled(RewardTimeoutError("the environment: a rollout swallows CancelledError; let it propagate"))
 
     def _begin(self) -> asyncio.Task[list[Rollout]]:
         opens, n = self._environment.opens_with_prompt, self._n
@@ -185,7 +185,7 @@ class GroupRollout(Saying):
             outcome = known_error(error)
             if self._failures and isinstance(outcome, RewardError) and not isinstance(outcome, RewardTimeoutError):
                 outcome = VerifierError(self._failures[0])
-        self.say(outcome)
+        self.report(outcome)
 
     def _scored(self, rollouts: Sequence[Rollout]) -> ScoredGroup:
         metrics: dict[str, list[float]] = {}
@@ -234,11 +234,11 @@ def known_error(error: BaseException) -> ArealError:
     Errors from outside this package are user bugs."""
     if isinstance(error, ArealError):  # other processes may not know a user's own class
         return error if type(error).__module__ == ArealError.__module__ else RewardError(str(error))
-    return VerifierError(verdicts.explained("the environment", error))
+    return VerifierError(verdicts.error_text("the environment", error))
 
 
 # Called for rollouts that ignore their cancellation. In a worker it ends the process.
-swallowed: Callable[[RewardTimeoutError], object] = logging.getLogger(__name__).error
+on_uncancelled: Callable[[RewardTimeoutError], object] = logging.getLogger(__name__).error
 
 
 # -- time limits -------------------------------------------------------------------------------------------------------
@@ -262,7 +262,8 @@ class _Running:
         except TimeoutError as error:
             if not scope.expired():
                 raise  # raised by the environment itself
-            raise RewardTimeoutError(verdicts.hung(verdicts.awaited(error), verdicts.late(self._limit_s))) from None
+            why = verdicts.timeout_text(self._limit_s)
+            raise RewardTimeoutError(verdicts.hang_text(verdicts.stack_of(error), why)) from None
         finally:
             self._scope = None
 
@@ -335,8 +336,8 @@ class _Calls:
         with unlimited():
             return await future
 
-    def deliver(self, arrived: Sequence[Arrival], completions: Sequence[Completion]) -> None:
-        for one, completion in zip(arrived, completions, strict=True):
+    def deliver(self, arrivals: Sequence[Arrival], completions: Sequence[Completion]) -> None:
+        for one, completion in zip(arrivals, completions, strict=True):
             self.sampled_tokens += len(completion.token_ids)
             future = self._waiting.pop((one.request, one.index))
             if not future.cancelled():  # else the rollout has abandoned the call

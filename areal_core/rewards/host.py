@@ -25,7 +25,7 @@ from areal_core.environments.registry import open_environment
 from areal_core.errors import ArealError, ConfigError, GenerationError, ProcessError, RewardError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.remote import SILENT_S, decode_work, encode_said
+from areal_core.rewards.remote import SILENT_S, decode_work, encode_outcome
 from areal_core.rewards.worker import Groups, WorkerProcess
 from areal_core.storage.rundir import RunDir
 
@@ -44,7 +44,7 @@ class Host:
         self._limit_s = config.rollout.reward_timeout_s
         self._function = Groups(config, model_path)
         open_environment(config, Tokenizer.from_folder(model_path))
-        self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
+        self._events: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
             threading.Thread(target=self._work, args=(place,), name=f"reward-{place}", daemon=True)
             for place in range(first, first + count)
@@ -55,13 +55,13 @@ class Host:
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
-            self._next_one()
+            self._next_event()
         process.announce_ready(ready_file)
         while True:
-            self._next_one()
+            self._next_event()
 
-    def _next_one(self) -> None:
-        if (failure := self._happened.get()) is not None:
+    def _next_event(self) -> None:
+        if (failure := self._events.get()) is not None:
             raise failure
 
     def _work(self, place: int) -> None:
@@ -69,7 +69,7 @@ class Host:
             while True:
                 self._connected(place)
         except Exception as error:  # noqa: BLE001 - raised in the main thread
-            self._happened.put(error)
+            self._events.put(error)
 
     def _connected(self, place: int) -> None:
         """Run one worker until it loses its process or its connection."""
@@ -77,9 +77,9 @@ class Host:
         try:
             worker.start()
             worker.open()
-            self._happened.put(None)
+            self._events.put(None)
             with suppress(ConnectionClosed), self._connect(place) as socket:
-                threading.Thread(target=self._tell, args=(worker, socket), daemon=True).start()
+                threading.Thread(target=self._send_outcomes, args=(worker, socket), daemon=True).start()
                 for message in socket:
                     assert isinstance(message, bytes)
                     worker.send(decode_work(message))
@@ -109,20 +109,20 @@ class Host:
                     raise ProcessError(f"controller: reward worker {place} can't connect: {said}") from error
             time.sleep(_RETRY_S)
 
-    def _tell(self, worker: WorkerProcess, socket: ClientConnection) -> None:
+    def _send_outcomes(self, worker: WorkerProcess, socket: ClientConnection) -> None:
         """Send the outcomes of the worker's groups until it loses its process or its connection.
         An error that is not about a group is raised in the main thread: this machine can't do the work."""
         with suppress(ConnectionClosed), socket:
             try:
                 while True:
-                    group, said = worker.receive()
-                    if isinstance(said, ArealError) and not isinstance(said, RewardError | GenerationError):
-                        self._happened.put(said)
+                    group, outcome = worker.receive()
+                    if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):
+                        self._events.put(outcome)
                         return
-                    socket.send(encode_said(group, said))
+                    socket.send(encode_outcome(group, outcome))
             except RewardError as error:
                 worker.kill()
-                socket.send(encode_said(worker.running, error))
+                socket.send(encode_outcome(worker.running, error))
 
 
 def main() -> None:
@@ -134,12 +134,12 @@ def main() -> None:
     run = RunDir(options.run_dir)
     ready_file = run.ready_file("rewards", options.first)
     logs.start("rewards")
-    process.adopt(ready_file)
+    process.tie_to_parent(ready_file)
     try:
         Host(run, options.first, options.workers).serve(ready_file)
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(process.SPENT if isinstance(error, ConfigError) else 1) from None
+        raise SystemExit(process.EXIT_FINAL if isinstance(error, ConfigError) else 1) from None
 
 
 if __name__ == "__main__":

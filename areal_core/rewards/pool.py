@@ -30,13 +30,13 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import environment_class
 from areal_core.errors import RewardError, RewardWorkerError, SessionLostError
-from areal_core.rewards.group import Saying
+from areal_core.rewards.group import OutcomeQueue
 from areal_core.rewards.remote import ANSWER_BYTES, SILENT_S, RemoteWorker
-from areal_core.rewards.worker import Arrived, Event, Groups, WorkerProcess
+from areal_core.rewards.worker import Event, GroupMessage, Groups, WorkerProcess
 from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
-_TOGETHER = 64  # most messages sent together
+_MAX_MESSAGES = 64  # most messages sent together
 _lost = functools.partial(SessionLostError, "the reward worker of this group has exited")
 _closed = functools.partial(RewardWorkerError, "the reward workers have stopped")
 
@@ -76,7 +76,7 @@ class RewardPool:
         `apart` judges each completion in its own process, because this group has killed a worker before. With `shown`
         the scored group has samples."""
         return GroupSession(
-            self, next(self._groups), Arrived(prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
+            self, next(self._groups), GroupMessage(prompt=prompt, completions=(), apart=apart, n=n, shown=shown)
         )
 
     async def ask(self, message: Any) -> Any:
@@ -87,7 +87,7 @@ class RewardPool:
             session = Session(self, next(self._groups))
             try:
                 session.send(message)
-                return await session.said()
+                return await session.next_outcome()
             except SessionLostError:
                 continue  # another message killed the worker
             finally:
@@ -111,9 +111,9 @@ class RewardPool:
         try:
             await socket.prepare(request)
             logger.info("reward worker %d connected", place)
-            await worker.follow(functools.partial(self._hear, worker))
+            await worker.follow(functools.partial(self._handle, worker))
         finally:
-            self._lose(worker)
+            self._remove(worker)
         return socket
 
     def pids(self) -> list[int]:
@@ -129,20 +129,20 @@ class RewardPool:
                 worker.send(0, None)
             await asyncio.gather(*(asyncio.to_thread(worker.process.wait) for worker in here))
         for worker in self._workers[:]:
-            self._lose(worker)
+            self._remove(worker)
         for session in self._waiting:
-            session.say(_closed())
+            session.report(_closed())
 
     def place(self, session: Session) -> None:
         """Assign a worker to a session, now or once a worker is available."""
         if self._closed:
-            session.say(_closed())
+            session.report(_closed())
             return
         self._start()
         self._waiting.append(session)
         self._place_waiting()
 
-    def forget(self, session: Session) -> None:
+    def abandon(self, session: Session) -> None:
         """Abandon a session's group."""
         if session in self._waiting:
             self._waiting.remove(session)
@@ -155,15 +155,15 @@ class RewardPool:
         while self._workers and self._waiting:
             self._waiting.pop(0).place(min(self._workers, key=lambda worker: len(worker.sessions)))
 
-    def _hear(self, worker: _Worker, event: Event) -> None:
-        group, said = event
+    def _handle(self, worker: _Worker, event: Event) -> None:
+        group, outcome = event
         if session := worker.sessions.get(group):
-            if not isinstance(said, tuple):  # else they are requests, and the group continues
+            if not isinstance(outcome, tuple):  # else they are requests, and the group continues
                 del worker.sessions[group]
                 session.worker = None
-            session.say(said)
+            session.report(outcome)
 
-    def _lose(self, worker: _Worker, error: RewardError | None = None, at_fault: int | None = None) -> None:
+    def _remove(self, worker: _Worker, error: RewardError | None = None, at_fault: int | None = None) -> None:
         """End a failed worker. The group `at_fault` gets the `error`; None: all its groups get it."""
         if worker not in self._workers:
             return
@@ -172,7 +172,7 @@ class RewardPool:
         for group, session in worker.sessions.items():
             session.worker = None
             mine = error if error is not None and at_fault in (None, group) else None
-            session.say(_closed() if self._closed else mine or _lost())
+            session.report(_closed() if self._closed else mine or _lost())
         worker.sessions.clear()
         if not self._closed:
             if isinstance(worker, RemoteWorker):
@@ -186,7 +186,7 @@ class RewardPool:
         for place in sorted({*places} - {worker.place for worker in self._workers}):
             timeline = None if self._timeline is None else self._timeline(place)
             process = WorkerProcess(self._function, place, timeline, self._timeout_s)
-            self._workers.append(_LocalWorker(process, self._hear, self._lose))
+            self._workers.append(_LocalWorker(process, self._handle, self._remove))
 
 
 def open_rewards(
@@ -198,7 +198,7 @@ def open_rewards(
     return RewardPool(workers, limit_s, function=function, timeline=timeline, tears_down=tears_down)
 
 
-class Session(Saying):
+class Session(OutcomeQueue):
     """One group in one worker: its messages and its outcomes."""
 
     def __init__(self, pool: RewardPool, group: int) -> None:
@@ -218,7 +218,7 @@ class Session(Saying):
 
     def close(self) -> None:
         """Abandon the group, unless it has ended."""
-        self._pool.forget(self)
+        self._pool.abandon(self)
 
     def place(self, worker: _Worker) -> None:
         self.worker = worker
@@ -230,13 +230,13 @@ class Session(Saying):
 class GroupSession(Session):
     """The rollouts of one group, as a session."""
 
-    def __init__(self, pool: RewardPool, group: int, begun: Arrived) -> None:
+    def __init__(self, pool: RewardPool, group: int, begun: GroupMessage) -> None:
         super().__init__(pool, group)
         self._next = begun  # the next message, without completions
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
         """See `rollouts.Session`."""
-        self.send(replace(self._next, completions=arrived))
+        self.send(replace(self._next, completions=arrivals))
         self._next = replace(self._next, prompt=None)
 
     def cut(self) -> None:
@@ -247,7 +247,7 @@ class GroupSession(Session):
 class _LocalWorker:
     """A worker process of this machine, and the two threads that write to it and read from it."""
 
-    def __init__(self, process: WorkerProcess, hear: Callable[..., None], lose: Callable[..., None]) -> None:
+    def __init__(self, process: WorkerProcess, handle: Callable[..., None], remove: Callable[..., None]) -> None:
         self.process = process
         self.place = process.place
         self.sessions: dict[int, Session] = {}
@@ -255,7 +255,7 @@ class _LocalWorker:
         self._sending = False  # the thread is sending; later messages are sent together
         self._events = queue.SimpleQueue[list[Event]]()  # [] ends the writer thread
         self._loop = asyncio.get_running_loop()
-        self._hear, self._lose = hear, lose
+        self._handle, self._remove = handle, remove
         for work in (self._write, self._read):
             threading.Thread(target=work, name=f"reward-{self.place}", daemon=True).start()
 
@@ -265,7 +265,7 @@ class _LocalWorker:
             self._send()
 
     def _send(self) -> None:
-        events, self._unsent = self._unsent[:_TOGETHER], self._unsent[_TOGETHER:]
+        events, self._unsent = self._unsent[:_MAX_MESSAGES], self._unsent[_MAX_MESSAGES:]
         self._sending = bool(events)
         if events:
             self._events.put(events)
@@ -286,9 +286,9 @@ class _LocalWorker:
             self.process.open()
             started = True
             while True:
-                self._call(self._hear, self, self.process.receive())
+                self._call(self._handle, self, self.process.receive())
         except RewardError as error:
-            self._call(self._lose, self, error, self.process.running if started else None)
+            self._call(self._remove, self, error, self.process.running if started else None)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended

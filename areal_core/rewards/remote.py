@@ -23,7 +23,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import SampledCompletion
 from areal_core.errors import ArealError, GenerationError, RewardError
 from areal_core.rewards.group import Requests
-from areal_core.rewards.worker import Arrived, Event
+from areal_core.rewards.worker import Event, GroupMessage
 from areal_core.types import SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
@@ -41,7 +41,7 @@ class Work(msgspec.Struct, kw_only=True):
     """A message to a worker."""
 
     group: int
-    arrived: Arrived | None  # None: the group is abandoned
+    arrived: GroupMessage | None  # None: the group is abandoned
     bodies: dict[bytes, bytes]  # response bodies by short names, sent once even if several completions share one
 
 
@@ -52,7 +52,7 @@ class _Outcome(msgspec.Struct):
     says: str = ""
 
 
-def encode_work(group: int, arrived: Arrived | None) -> bytes:
+def encode_work(group: int, arrived: GroupMessage | None) -> bytes:
     """Encode a message to a worker."""
     names: dict[bytes, bytes] = {}
     for one in () if arrived is None else arrived.completions:
@@ -62,13 +62,13 @@ def encode_work(group: int, arrived: Arrived | None) -> bytes:
     return msgspec.msgpack.encode(Work(group=group, arrived=_with_bodies(arrived, names), bodies=bodies))
 
 
-def decode_work(data: bytes) -> tuple[int, Arrived | None]:
+def decode_work(data: bytes) -> tuple[int, GroupMessage | None]:
     """Decode a message to a worker. Completions of one response share its body."""
     work = msgspec.msgpack.decode(data, type=Work)
     return work.group, _with_bodies(work.arrived, work.bodies)
 
 
-def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arrived | None:
+def _with_bodies(arrived: GroupMessage | None, bodies: Mapping[bytes, bytes]) -> GroupMessage | None:
     """Replace the bodies of completions, keyed by body."""
     if arrived is None:
         return None
@@ -80,7 +80,7 @@ def _with_bodies(arrived: Arrived | None, bodies: Mapping[bytes, bytes]) -> Arri
     return replace(arrived, completions=completions)
 
 
-def encode_said(group: int, outcome: Outcome) -> bytes:
+def encode_outcome(group: int, outcome: Outcome) -> bytes:
     """Encode an outcome of a group, with the group's number.
     An outcome that can't be encoded or exceeds ANSWER_BYTES becomes a RewardError."""
     if isinstance(outcome, ScoredGroup):
@@ -92,14 +92,14 @@ def encode_said(group: int, outcome: Outcome) -> bytes:
     try:
         answer = msgspec.msgpack.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
-        return encode_said(group, RewardError(f"environment: can't serialize its result: {error}"))
+        return encode_outcome(group, RewardError(f"environment: can't serialize its result: {error}"))
     if len(answer) > ANSWER_BYTES:
         said = f"the scored group has {len(answer)} bytes, more than the limit of {ANSWER_BYTES}"
-        return encode_said(group, RewardError(said))
+        return encode_outcome(group, RewardError(said))
     return group.to_bytes(_GROUP_BYTES, "little") + answer
 
 
-def decode_said(data: bytes) -> Event:
+def decode_outcome(data: bytes) -> Event:
     """Decode a group's number and outcome. An invalid outcome becomes a RewardError of the group."""
     group = int.from_bytes(data[:_GROUP_BYTES], "little")
     try:
@@ -124,27 +124,27 @@ class RemoteWorker:
         self._events = asyncio.Queue[Event]()
         self._closing: asyncio.Task[bool] | None = None
 
-    def send(self, group: int, message: Arrived | None) -> None:
+    def send(self, group: int, message: GroupMessage | None) -> None:
         self._events.put_nowait((group, message))
 
-    async def follow(self, hear: Callable[[Event], None]) -> None:
+    async def follow(self, handle: Callable[[Event], None]) -> None:
         """Exchange messages until the connection ends."""
-        writing = asyncio.ensure_future(self._write(hear))
+        writing = asyncio.ensure_future(self._write(handle))
         try:
             async for message in self._socket:
                 if message.type is WSMsgType.BINARY:
-                    hear(decode_said(message.data))
+                    handle(decode_outcome(message.data))
         finally:
             writing.cancel()
 
-    async def _write(self, hear: Callable[[Event], None]) -> None:
+    async def _write(self, handle: Callable[[Event], None]) -> None:
         with suppress(ConnectionError):  # `follow` handles the lost connection
             while True:
                 group, message = await self._events.get()
                 try:
                     work = encode_work(group, message)
                 except (TypeError, ValueError, OverflowError) as error:
-                    hear((group, RewardError(f"task: can't serialize a prompt's row: {error}")))
+                    handle((group, RewardError(f"task: can't serialize a prompt's row: {error}")))
                 else:
                     await self._socket.send_bytes(work)
 

@@ -5,8 +5,8 @@
 
 One event loop runs all groups of a worker and waits for none of them. A verifier may hang or kill the process. Then
 the group whose code was running gets a RewardError, which says nothing about its completions. The other groups begin
-again in another worker. Each completion of the failed group is then judged in its own process (`Arrived.apart`,
-`judged_apart`), so that only the completion at fault is lost.
+again in another worker. Each completion of the failed group is then judged in its own process (`GroupMessage.apart`,
+`judge_isolated`), so that only the completion at fault is lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment, open_judge
-from areal_core.environments.verdicts import Apart, Verdict
+from areal_core.environments.verdicts import IsolatedVerifier, Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards import group as group_module
@@ -54,16 +54,16 @@ from areal_core.types import Outcome, Prompt
 
 _START_S = 120.0  # limit for a process to import numpy and tokenizers, on a busy machine
 _OPEN_S = 120.0  # limit for a process to import user code
-_LAST_WORDS_S = 3.0  # beyond its time limit, for a process to report where it hangs
+_HANG_REPORT_S = 3.0  # beyond its time limit, for a process to report where it hangs
 _END_S = 10.0  # limit for tearing down environments
 _CHECK_S = 0.5  # between two checks of a silent process
-_GROUP, _SINCE, _TAKEN = range(3)  # indices of numbers that a worker shares with its parent; see WorkerProcess
+_GROUP, _SINCE, _RECEIVED = range(3)  # indices of numbers that a worker shares with its parent; see WorkerProcess
 
 Event = tuple[int, Any]  # a group's number, and a message to or from the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
+class GroupMessage:
     """A message to a group: finished completions, possibly none."""
 
     prompt: Prompt | None  # only in the first message
@@ -95,7 +95,7 @@ class WorkerProcess:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         shared = os.memfd_create("reward-worker")
         os.ftruncate(shared, 3 * 8)
-        self._noted = _noted(shared)
+        self._shared_numbers = _shared_numbers(shared)
         fds = (theirs.fileno(), shared)
         with theirs:  # closed here, so that the death of the process reads as end-of-file
             command = [sys.executable, "-c", f"from {__name__} import serve; serve{(*fds, place)}"]
@@ -107,7 +107,7 @@ class WorkerProcess:
     @property
     def running(self) -> int:
         """The group whose code the worker runs, or was running when it died; 0: none."""
-        return int(self._noted[_GROUP])
+        return int(self._shared_numbers[_GROUP])
 
     def start(self) -> None:
         """Block until the process has started. Raises RewardWorkerError."""
@@ -116,7 +116,7 @@ class WorkerProcess:
     def open(self) -> None:
         """Block until the process has imported user code. Raises RewardTimeoutError or RewardWorkerError.
         An error of the code itself is left to the first group, which meets it again."""
-        self._await(_OPEN_S + _LAST_WORDS_S, "import the user code")
+        self._await(_OPEN_S + _HANG_REPORT_S, "import the user code")
 
     def _await(self, limit_s: float, what: str) -> None:
         try:
@@ -130,7 +130,7 @@ class WorkerProcess:
 
     def send(self, *events: Event) -> None:
         """Send messages, blocking; None abandons its group. `receive` reports a dead worker."""
-        if self._noted[_TAKEN] == self._sent:
+        if self._shared_numbers[_RECEIVED] == self._sent:
             self._sent_at = time.monotonic()
         self._sent += 1
         with suppress(OSError):
@@ -169,12 +169,12 @@ class WorkerProcess:
 
     def _hangs(self) -> bool:
         """Whether the process runs one group's code for too long, is stopped, or receives no messages."""
-        group, since, taken = self._noted
-        late = time.monotonic() - self.limit_s - _LAST_WORDS_S
+        group, since, taken = self._shared_numbers
+        late = time.monotonic() - self.limit_s - _HANG_REPORT_S
         return bool(group and since < late) or (taken < self._sent and max(since, self._sent_at) < late)
 
 
-def _noted(fd: int) -> Any:
+def _shared_numbers(fd: int) -> Any:
     """The numbers that a worker shares with its parent in memory."""
     return memoryview(mmap.mmap(fd, 3 * 8)).cast("d")
 
@@ -190,7 +190,7 @@ def serve(fd: int, shared: int, place: int) -> None:
     logs.start("reward", place)
     die_with_parent()
     faulthandler.enable()
-    loop = _Loop(Connection(fd), _noted(shared))
+    loop = _Loop(Connection(fd), _shared_numbers(shared))
     loop.run_forever()
     loop.run_until_complete(tear_down())
 
@@ -217,10 +217,10 @@ class _Selector(selectors.DefaultSelector):
 class _Loop(asyncio.SelectorEventLoop):
     """Event loop of a worker. It knows which group's code each step runs, and limits the step's duration."""
 
-    def __init__(self, pipe: Connection, noted: Any) -> None:
+    def __init__(self, pipe: Connection, shared: Any) -> None:
         selector = _Selector()
         super().__init__(selector)
-        self._pipe, self._noted = pipe, noted
+        self._pipe, self._shared_numbers = pipe, shared
         self._pid = os.getpid()
         self._limit_s = 0.0
         self._open: dict[int, tuple[contextvars.Context, GroupRollout | asyncio.Task[Any]]] = {}
@@ -229,16 +229,16 @@ class _Loop(asyncio.SelectorEventLoop):
             selector.timeline = TimelineWriter(timeline, cpu=time.process_time)
         signal.signal(signal.SIGALRM, self._end)
         verdicts.on_verdict = self._start_limit
-        group_module.swallowed = self._swallowed
+        group_module.on_uncancelled = self._report_and_exit
         self.add_reader(pipe.fileno(), self._receive)
-        self._tell(0, None)
+        self._send(0, None)
         self._late = f"its import takes longer than {open_s:g} s"
         signal.setitimer(signal.ITIMER_REAL, open_s)
         attempt(getattr(self._function, "open", list))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         self._late = ""
-        self._noted[_SINCE] = time.monotonic()
-        self._tell(0, None)
+        self._shared_numbers[_SINCE] = time.monotonic()
+        self._send(0, None)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
         return super().call_soon(self._step, callback, *args, context=context)
@@ -251,7 +251,7 @@ class _Loop(asyncio.SelectorEventLoop):
         if not (group := _group.get()):
             return callback(*args)
         self._start_limit()
-        self._noted[_GROUP] = group
+        self._shared_numbers[_GROUP] = group
         try:
             return callback(*args)
         except (SystemExit, KeyboardInterrupt):
@@ -259,26 +259,26 @@ class _Loop(asyncio.SelectorEventLoop):
         finally:
             if os.getpid() != self._pid:  # a forked child of user code
                 os._exit(1)
-            self._noted[_GROUP] = 0
+            self._shared_numbers[_GROUP] = 0
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             step_ended()
 
     def _start_limit(self) -> None:
         """Start the time limit of a step or a verdict: SIGALRM comes after `limit_s` seconds."""
         if _group.get():
-            self._noted[_SINCE] = time.monotonic()
+            self._shared_numbers[_SINCE] = time.monotonic()
             signal.setitimer(signal.ITIMER_REAL, self._limit_s)
 
     def _end(self, _: int, frame: FrameType | None) -> None:
         """On SIGALRM, report where the process hangs, and end it. Native code may delay the signal."""
         if (group := _group.get()) or self._late:
-            said = verdicts.hung(traceback.extract_stack(frame), self._late or verdicts.late(self._limit_s))
-            self._tell(group, RewardTimeoutError(said))
+            why = verdicts.hang_text(traceback.extract_stack(frame), self._late or verdicts.timeout_text(self._limit_s))
+            self._send(group, RewardTimeoutError(why))
             os._exit(1)
 
-    def _swallowed(self, error: RewardTimeoutError) -> None:
+    def _report_and_exit(self, error: RewardTimeoutError) -> None:
         if group := _group.get():
-            self._tell(group, error)
+            self._send(group, error)
         os._exit(1)
 
     def _receive(self) -> None:
@@ -288,8 +288,8 @@ class _Loop(asyncio.SelectorEventLoop):
             self.stop()
             return
         verdicts.limit_s = self._limit_s
-        self._noted[_SINCE] = time.monotonic()
-        self._noted[_TAKEN] += 1
+        self._shared_numbers[_SINCE] = time.monotonic()
+        self._shared_numbers[_RECEIVED] += 1
         for group, message in events:
             self._take(group, message)
 
@@ -297,48 +297,48 @@ class _Loop(asyncio.SelectorEventLoop):
         if not group:
             self.stop()
             return
-        context, its = self._open.get(group, (None, None))
+        context, running = self._open.get(group, (None, None))
         if message is None:
-            if its is not None:
+            if running is not None:
                 self._close(group)
-        elif context is not None and isinstance(its, GroupRollout):
-            work = (its.cut,) if message.cut else (its.deliver, message.completions)
+        elif context is not None and isinstance(running, GroupRollout):
+            work = (running.cut,) if message.cut else (running.deliver, message.completions)
             error = context.run(self._step, attempt, *work)
             if error is not None:
                 self._close(group)
-                self._tell(group, error)
-        elif not isinstance(message, Arrived) or message.prompt is not None:  # else the group has failed meanwhile
+                self._send(group, error)
+        elif not isinstance(message, GroupMessage) or message.prompt is not None:  # else the group has failed meanwhile
             context = contextvars.copy_context()
             context.run(_group.set, group)
-            its = context.run(self._step, attempt, self._function, message)
-            if inspect.isawaitable(its):
-                its = context.run(asyncio.ensure_future, its)
-            if isinstance(its, GroupRollout | asyncio.Task):
-                self._open[group] = context, its
-                self.create_task(self._follow(group, its))
+            running = context.run(self._step, attempt, self._function, message)
+            if inspect.isawaitable(running):
+                running = context.run(asyncio.ensure_future, running)
+            if isinstance(running, GroupRollout | asyncio.Task):
+                self._open[group] = context, running
+                self.create_task(self._follow(group, running))
             else:
-                self._tell(group, its)
+                self._send(group, running)
 
-    async def _follow(self, group: int, its: GroupRollout | asyncio.Task[Any]) -> None:
+    async def _follow(self, group: int, running: GroupRollout | asyncio.Task[Any]) -> None:
         """Send the outcomes of a group until it has ended or is abandoned."""
         while group in self._open:
             try:
-                said = await (its.said() if isinstance(its, GroupRollout) else its)
+                outcome = await (running.next_outcome() if isinstance(running, GroupRollout) else running)
             except BaseException as error:  # noqa: BLE001 - the boundary to user code: costs one group, not the worker
-                said = known_error(error)
+                outcome = known_error(error)
             if group not in self._open:
                 return
-            if isinstance(its, asyncio.Task) or isinstance(said, ScoredGroup | ArealError):
+            if isinstance(running, asyncio.Task) or isinstance(outcome, ScoredGroup | ArealError):
                 self._close(group)
-            self._tell(group, said)
+            self._send(group, outcome)
 
     def _close(self, group: int) -> None:
-        _, its = self._open.pop(group)
-        its.cancel() if isinstance(its, asyncio.Task) else its.close()
+        _, running = self._open.pop(group)
+        running.cancel() if isinstance(running, asyncio.Task) else running.close()
 
-    def _tell(self, group: int, said: Any) -> None:
+    def _send(self, group: int, outcome: Any) -> None:
         try:
-            self._pipe.send((group, said))
+            self._pipe.send((group, outcome))
         except (TypeError, AttributeError, PicklingError) as error:
             self._pipe.send((group, RewardError(f"environment: can't serialize its result: {error}")))
 
@@ -363,7 +363,7 @@ class Groups:
         for its in self.config.by_task.values():
             _environment(its, self.model_path, apart=False)
 
-    def __call__(self, message: Arrived) -> GroupRollout:
+    def __call__(self, message: GroupMessage) -> GroupRollout:
         """Begin the rollouts of a group."""
         assert message.prompt is not None
         its = self.config.of(message.prompt.task)
@@ -374,7 +374,7 @@ class Groups:
         return rollout
 
 
-def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
+def judge_in_own_worker(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
     """Judge a text in its own worker, by the verifier or by `part` of environment.rewards.
 
     Raises RewardTimeoutError, with its stack, if the verifier hangs. Raises VerifierError if it ends its process,
@@ -389,24 +389,24 @@ def outcome_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Ve
         return worker.ask((prompt, text))
     except RewardTimeoutError as error:
         said = str(error)  # a hang in native code has no stack
-        raise RewardTimeoutError(said if "\n" in said else verdicts.told(name, said, prompt, text)) from None
+        raise RewardTimeoutError(said if "\n" in said else verdicts.failure_text(name, said, prompt, text)) from None
     except RewardWorkerError as error:
         if not started:
             raise RewardError(f"can't start a process for the verifier: {error}") from error
         worker.kill()
         how = f"it exited its process with status {worker.process.returncode}"
-        raise VerifierError(verdicts.told(name, how, prompt, text)) from None
+        raise VerifierError(verdicts.failure_text(name, how, prompt, text)) from None
     finally:
         worker.kill()
 
 
-async def judged_apart(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
+async def judge_isolated(config: RunConfig, part: str, prompt: Prompt, text: str) -> Verdict:
     """Judge a text that may have killed a worker, in its own process.
     If it kills this process too, it is incorrect."""
     try:
         with unlimited():
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(_one_at_a_time(), outcome_apart, config, part, prompt, text)
+            return await loop.run_in_executor(_one_at_a_time(), judge_in_own_worker, config, part, prompt, text)
     except (RewardTimeoutError, VerifierError) as error:
         return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
 
@@ -433,8 +433,8 @@ _judge = functools.cache(open_judge)
 
 @functools.cache
 def _environment(config: RunConfig, model_path: str, apart: bool) -> Environment:
-    instead = functools.partial(Apart, judged_apart, config) if apart else None
-    return open_environment(config, _tokenizer(model_path), note_failure, instead)
+    replacement = functools.partial(IsolatedVerifier, judge_isolated, config) if apart else None
+    return open_environment(config, _tokenizer(model_path), note_failure, replacement)
 
 
 _tokenizer = functools.cache(Tokenizer.from_folder)

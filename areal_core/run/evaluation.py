@@ -48,7 +48,7 @@ class Result:
     benchmark: str
     scores: Scores
     records: tuple[Record, ...]
-    above: Mapping[str, Difference]  # score minus that of the reference evaluation; empty without a reference
+    differences: Mapping[str, Difference]  # score minus that of the reference evaluation; empty without a reference
     about: Mapping[str, Any]  # the model, the task and the sampling settings
     records_file: Path
     page: Path
@@ -133,14 +133,14 @@ class _Evaluation:
         scores = scored(found)
         write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
         write_page(page, f"{self.run.root.name}: {benchmark.name}", found, scores)
-        above: Mapping[str, Difference] = {}
+        differences: Mapping[str, Difference] = {}
         if self.reference is not None:
-            above = compared(found, read_records(_records_file(benchmark.config, self.reference, benchmark.name)))
+            differences = compared(found, read_records(_records_file(benchmark.config, self.reference, benchmark.name)))
         return Result(
             benchmark=benchmark.name,
             scores=scores,
             records=found,
-            above=above,
+            differences=differences,
             about=benchmark.about,
             records_file=records.path,
             page=page,

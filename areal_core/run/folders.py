@@ -68,9 +68,9 @@ class DiskSpace:
         store = store_folder(config.storage.url)
         self._folders = {"state_dir": run.root} | ({} if store is None else {"storage.url": store})
         self._launch, self._log = config.launch, log
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Warn once per folder with less than `launch.disk_low_gib` free, or with few inodes.
         Raises StorageError below `launch.disk_min_gib`, and for very few inodes."""
         for field, folder in self._folders.items():
@@ -87,8 +87,8 @@ class DiskSpace:
         left = f"{where} has {shown} {unit} left, less than"
         if free < least:
             raise StorageError(f"{left} {least:g}: the run stops; free some space, then resume it")
-        if free < low and (where, unit) not in self._told:
-            self._told.add((where, unit))
+        if free < low and (where, unit) not in self._warned:
+            self._warned.add((where, unit))
             self._log(f"{left} {low:g}")
 
 

@@ -29,7 +29,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
-from areal_core.launch.heartbeat import Looks, Standstill
+from areal_core.launch.heartbeat import CheckTimer, Standstill
 from areal_core.launch.logs import Journal
 from areal_core.launch.supervisor import StopSignal
 from areal_core.run.folders import DiskSpace, Log, run_folder
@@ -48,7 +48,7 @@ __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs
 
 Role = Literal["generation", "controller", "trainer", "evaluator"]
 
-_STOP_LOOK_S = 0.2
+_STOP_POLL_S = 0.2
 _ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "evaluator"))
 
 
@@ -95,7 +95,7 @@ class Run:
         If other machines may join, keep the data server running until all remote workers have ended."""
         with self._role("generation"), ExitStack() as beside:
             if self.config.admits_machines:  # until remote workers know how the run ended
-                serves = self._supervision.beside("files", lambda: self._supervise("files", self._stop_files))
+                serves = self._supervision.thread("files", lambda: self._supervise("files", self._stop_files))
                 beside.enter_context(serves)
             if "generation" in self.config.remote_roles:
                 return
@@ -105,7 +105,7 @@ class Run:
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
         with self._role("controller"):
-            with self._supervision.beside("watch", self._watch):
+            with self._supervision.thread("watch", self._watch):
                 try:
                     self._supervise("controller", self._abort, self._registration.wake)
                     if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
@@ -124,7 +124,7 @@ class Run:
             if "trainer" not in self.config.remote_roles:
                 self._supervise("trainer", self._abort, self._registration.wake)
                 return
-            with self._supervision.beside("rendezvous", lambda: self._supervise("rendezvous", self._stop_servers)):
+            with self._supervision.thread("rendezvous", lambda: self._supervise("rendezvous", self._stop_servers)):
                 if self.config.launch.head_trains:
                     self._supervise("node", self._abort)
 
@@ -137,7 +137,7 @@ class Run:
             done = StopSignal()
             with ExitStack() as beside:
                 if self.config.evaluation_servers:
-                    servers = self._supervision.beside(EVALUATION, lambda: self._supervise(EVALUATION, done))
+                    servers = self._supervision.thread(EVALUATION, lambda: self._supervise(EVALUATION, done))
                     beside.enter_context(servers)
                 beside.callback(done.set)
                 self._supervise("evaluator", self._abort)
@@ -202,7 +202,7 @@ class Run:
                     )
                     break
                 client.stop(STOPPED)  # repeated, because a restarted controller has lost the request
-                self._abort.wait(_STOP_LOOK_S)
+                self._abort.wait(_STOP_POLL_S)
 
     @property
     def _training(self) -> bool:
@@ -291,11 +291,11 @@ class Run:
 
     def _watch(self) -> None:
         """Fail a run whose processes all wait for each other, or whose disk is nearly full."""
-        standstill, looks = Standstill(self.run_dir.heartbeats, self.config.launch), Looks()
+        standstill, timer = Standstill(self.run_dir.heartbeats, self.config.launch), CheckTimer()
         disk = DiskSpace(self.run_dir, self.config, self._log)
         while not self._stop_servers.wait(POLL_S):
-            disk.look()
-            if (elapsed_s := looks.elapsed()) and (how := standstill.look(elapsed_s)):
+            disk.check()
+            if (elapsed_s := timer.elapsed()) and (how := standstill.check(elapsed_s)):
                 self._supervision.explain()
                 raise ProcessError(f"{how}; stacks are in {self.run_dir.logs}")
 

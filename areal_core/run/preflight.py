@@ -30,7 +30,7 @@ from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import GIB, check_footprint
 from areal_core.planning.time_model import TimeModel
-from areal_core.rewards.worker import outcome_apart
+from areal_core.rewards.worker import judge_in_own_worker
 from areal_core.run.folders import Log, model_folder, tracking_uri
 from areal_core.run.roles import interpreter, visible_gpus
 from areal_core.storage.objects import Storage
@@ -152,7 +152,7 @@ def _try_verifier(config: RunConfig, task: Prompt, log: Log) -> None:
     from 0 to 1.
     """
     try:
-        found = outcome_apart(config, "", task, task.answer)
+        found = judge_in_own_worker(config, "", task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
         raise UserCodeError(str(error)) from None
     except RewardError as error:

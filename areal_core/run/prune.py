@@ -37,7 +37,7 @@ State = Literal["running", "finished", "stopped", "half deleted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRun:
+class StoredRun:
     """A run and the space it uses."""
 
     run_id: str
@@ -50,7 +50,7 @@ class HeldRun:
     leftover_bytes: int  # part of stored_bytes that dead launchers left behind
 
 
-def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
+def stored_runs(config: RunConfig, log: Log) -> list[StoredRun]:
     """All runs in `state_dir` and in the store, least recently changed first. Raises StorageError."""
     url, root = config.storage.url, run_folder(config, "").root
     store = Storage.open(url, config.storage.endpoint_url, _PATIENCE_S) if _may_hold(url) else None
@@ -59,10 +59,10 @@ def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
         run_id, _, rest = name.removeprefix("runs/").partition("/")
         if rest != lease.NAME:
             run_ids.add(run_id)
-    return sorted((_held(run_id, config, store, log) for run_id in run_ids), key=lambda run: run.changed)
+    return sorted((_stored_run(run_id, config, store, log) for run_id in run_ids), key=lambda run: run.changed)
 
 
-def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
+def delete(run: StoredRun, config: RunConfig, log: Log) -> None:
     """Delete a run except its lease. Raises ProcessError if it runs, ConfigError, StorageError, OSError."""
     if run.state == "half deleted":
         shutil.rmtree(run.folder)
@@ -85,7 +85,7 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
         shutil.rmtree(renamed)
 
 
-def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
+def free_leftovers(run: StoredRun, config: RunConfig, log: Log) -> None:
     """Delete the objects that dead launchers left in a run's store; the run can still be resumed.
     Raises the same errors as `delete`."""
     assert run.storage is not None
@@ -100,7 +100,7 @@ def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> None:
 
 
 @contextmanager
-def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Callable[[], None]]]:
+def _owned(run: StoredRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Callable[[], None]]]:
     """Own the run within the `with`; yields the fencing number, and a check to call before each deletion.
     The check raises if another launcher has taken over the run. Makes the run's folder if there is none. Raises
     ProcessError for a run that was resumed after it was listed."""
@@ -114,7 +114,7 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
     local.root.mkdir(parents=True, exist_ok=True)
 
     def check_unchanged() -> None:
-        if _changed(run.folder, run.storage.changed() if run.storage is not None else {}) > run.changed:
+        if _changed(run.folder, run.storage.write_times() if run.storage is not None else {}) > run.changed:
             raise ProcessError(f"run_id: {run.run_id} has changed since it was listed; list the runs again")
 
     if run.storage is None:
@@ -128,10 +128,10 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
         yield owned.number, partial(lease.check, run.storage, owned.number)
 
 
-def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> HeldRun:
+def _stored_run(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> StoredRun:
     local = run_folder(config, run_id)
     storage = store.child(f"runs/{run_id}") if store is not None else None
-    sizes, put = (storage.sizes(), storage.changed()) if storage is not None else ({}, {})
+    sizes, put = (storage.sizes(), storage.write_times()) if storage is not None else ({}, {})
     finished = local.summary.exists() or {"summary.json", "final/README.md"} & put.keys()
     state: State = "finished" if finished else "stopped"
     if run_id.startswith(_PRUNED):
@@ -146,7 +146,7 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
             leftovers = checkpoint.leftovers(storage, sys.maxsize)
         except StorageError as error:
             log(f"{run_id}: can't count its leftover files: {error}")
-    return HeldRun(
+    return StoredRun(
         run_id=run_id,
         folder=local.root,
         storage=storage,

@@ -70,10 +70,10 @@ class ServerRegistration:
         self.wake()
 
     @contextmanager
-    def running(self, beside: Supervision, patience_s: float | None = None) -> Iterator[None]:
+    def running(self, supervision: Supervision, patience_s: float | None = None) -> Iterator[None]:
         """Register servers in a thread until the end of the `with`, which sets `stop`.
         Waits at most `patience_s` for the thread, which may be waiting for an unreachable controller."""
-        with beside.beside("register", self._run, patience_s=patience_s):
+        with supervision.thread("register", self._run, patience_s=patience_s):
             try:
                 yield
             finally:

@@ -31,12 +31,12 @@ from areal_core.launch.logs import Journal
 from areal_core.launch.supervisor import RoleSpec, StopSignal
 from areal_core.run.command import Parser, run_command
 from areal_core.run.registration import ServerRegistration
-from areal_core.run.remote.copied import POLL_S, CopiedFolder, Place, RunLostError
+from areal_core.run.remote.copied import POLL_S, RunCopy, RunLostError, ShareResources
 from areal_core.run.remote.share import GENERATION, TRAINER, Share, places
 from areal_core.run.roles import generation, interface, interface_of, remote_rewards, training_node
 from areal_core.run.supervision import Supervision
 
-__all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "main"]
+__all__ = ["Head", "RemoteWorker", "RunCopy", "RunLostError", "Share", "main"]
 
 _LEAVE = signal.SIGUSR1
 
@@ -49,7 +49,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     options = _parse(arguments)
     share = Share(role=options.role, first=options.first, count=options.count)
     head = Head(checked_url(options.head), read_token(options.token_file))
-    worker = RemoteWorker(share, CopiedFolder(head, options.folder), options.address)
+    worker = RemoteWorker(share, RunCopy(head, options.folder), options.address)
     signal.signal(_LEAVE, lambda *_: worker.leave(f"it received {_LEAVE.name}"))
     worker.work(options.wait)
 
@@ -57,7 +57,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 class RemoteWorker:
     """This machine's share of a run. `leave` may be called from any thread and from signal handlers."""
 
-    def __init__(self, share: Share, folder: CopiedFolder, address: str, *, log: Callable[[str], None] = print) -> None:
+    def __init__(self, share: Share, folder: RunCopy, address: str, *, log: Callable[[str], None] = print) -> None:
         """`address` is this machine's. Raises ConfigError if no network interface has the address."""
         interface(address)
         self._share = share
@@ -66,7 +66,7 @@ class RemoteWorker:
         self._forward = self._log = log
         self._stop = StopSignal()
         self._registration: ServerRegistration | None = None
-        self._left: str | None = None  # why this machine leaves the run; None while it takes part
+        self._leave_reason: str | None = None  # why this machine leaves the run; None while it takes part
         self._supervision: Supervision | None = None  # None until the run is found
 
     def work(self, wait_s: float = 600.0) -> Literal["ended", "left"]:
@@ -85,12 +85,12 @@ class RemoteWorker:
             if not self._is_leaving:
                 raise
             self._log(f"the work was interrupted: {error}")
-            self._say_how_it_ends()
-        return "ended" if self._left is None else "left"
+            self._log_end()
+        return "ended" if self._leave_reason is None else "left"
 
     def leave(self, reason: str) -> None:
         """Let this machine's servers leave the run, which keeps their completions; `work` then returns."""
-        self._left = reason
+        self._leave_reason = reason
         if self._registration is not None:
             self._registration.leave()
         else:
@@ -98,14 +98,14 @@ class RemoteWorker:
 
     @property
     def _is_leaving(self) -> bool:
-        return self._left is not None and self._stop.is_set()
+        return self._leave_reason is not None and self._stop.is_set()
 
     def _work(self, wait_s: float) -> None:
         config = self._folder.find(wait_s, self._stop)
         if config is None:
-            self._say_how_it_ends()
+            self._log_end()
             return
-        share = self._share.settled(config)
+        share = self._share.with_count(config)
         _check_address(config, self._address)
         roles = self._supervision = Supervision(
             self._folder.run,
@@ -115,47 +115,47 @@ class RemoteWorker:
             end=self._stop.set,
             counts=lambda _: not self._is_leaving,  # errors after leaving are consequences of it
         )
-        with self._folder.taken(share, config, self._address, beside=roles, stop=self._stop) as place:
+        with self._folder.own_share(share, config, self._address, supervision=roles, stop=self._stop) as resources:
             # Log to a file of this command's own from now on:
-            file = place.run.log_file(share.journal, share.first)
+            file = resources.run.log_file(share.journal, share.first)
             self._log = Journal(file, f"{share.journal}-{share.first}", self._forward)
-            with roles.beside("watch", lambda: self._watch(place)):
+            with roles.thread("watch", lambda: self._watch(resources)):
                 if share.role == GENERATION:
-                    self._generate(roles, place, config, share)
+                    self._generate(roles, resources, config, share)
                 else:
-                    roles.run(self._spec(place, config, share), self._stop, locks=place.locks)
+                    roles.run(self._spec(resources, config, share), self._stop, locks=resources.locks)
             if roles.failure is not None:
                 raise roles.failure
-            self._say_how_it_ends()
+            self._log_end()
 
-    def _spec(self, place: Place, config: RunConfig, share: Share) -> RoleSpec:
+    def _spec(self, resources: ShareResources, config: RunConfig, share: Share) -> RoleSpec:
         if share.role == TRAINER:
-            return training_node(place.run, config, address=self._address, node=share.first)
+            return training_node(resources.run, config, address=self._address, node=share.first)
         its = places(config, share)
-        return remote_rewards(place.run, first=its.start, count=len(its))
+        return remote_rewards(resources.run, first=its.start, count=len(its))
 
-    def _generate(self, roles: Supervision, place: Place, config: RunConfig, share: Share) -> None:
+    def _generate(self, roles: Supervision, resources: ShareResources, config: RunConfig, share: Share) -> None:
         """Run the generation servers, register them with the current controller, and restart the lost ones."""
         first, count = share.first, len(share.indices)
-        spec = generation(place.run, config, address=self._address, first=first, count=count)
+        spec = generation(resources.run, config, address=self._address, first=first, count=count)
         known = self._registration = ServerRegistration(
-            place.run, ranks=config.trainer_processes, stop=self._stop, stager=place.stager, log=self._log
+            resources.run, ranks=config.trainer_processes, stop=self._stop, stager=resources.stager, log=self._log
         )
-        if self._left is not None:
+        if self._leave_reason is not None:
             known.leave()
         with known.running(roles, config.launch.stop_timeout_s):
-            roles.run(spec, self._stop, known.server_ready, locks=place.locks)
+            roles.run(spec, self._stop, known.server_ready, locks=resources.locks)
 
-    def _say_how_it_ends(self) -> None:
-        if self._left is None:
+    def _log_end(self) -> None:
+        if self._leave_reason is None:
             self._log(f"run {self._folder.run.root.name} has ended")
         else:
-            self._log(f"this machine leaves the run: {self._left}")
+            self._log(f"this machine leaves the run: {self._leave_reason}")
 
-    def _watch(self, place: Place) -> None:
+    def _watch(self, resources: ShareResources) -> None:
         """Wait for the end of the run, then stop the processes here."""
         while not self._stop.wait(POLL_S):
-            if place.ended():
+            if resources.ended():
                 self._stop.set()
 
 

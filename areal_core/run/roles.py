@@ -23,7 +23,7 @@ from areal_core.config.engines import known_generation
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.evaluation.servers import ROLE as EVALUATION
-from areal_core.launch.process import SPENT
+from areal_core.launch.process import EXIT_FINAL
 from areal_core.launch.supervisor import RoleSpec
 from areal_core.storage.rundir import RunDir
 
@@ -49,7 +49,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
     specs = (
         generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
         _evaluation(run, config, after=taken),
-        RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=SPENT),
+        RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=EXIT_FINAL),
         RoleSpec(
             name="trainer",
             argv=lambda _: role("areal_core.training.trainer"),
@@ -93,7 +93,7 @@ def training_node(run: RunDir, config: RunConfig, *, address: str, node: int, af
         ),
         first=node,
         announces=False,
-        final=SPENT,
+        final=EXIT_FINAL,
         sessions=True,
         env=environment,
     )
@@ -103,7 +103,7 @@ def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
     """The process that hosts `count` reward workers of this machine, numbered from `first`."""
     where = ("--run-dir", run.root, "--first", first, "--workers", count)
     argv = python("areal_core.rewards.host", *where)
-    return RoleSpec(name="rewards", argv=lambda _: argv, first=first, final=SPENT, exits=False)
+    return RoleSpec(name="rewards", argv=lambda _: argv, first=first, final=EXIT_FINAL, exits=False)
 
 
 def visible_gpus() -> list[str]:

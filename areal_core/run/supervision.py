@@ -64,7 +64,7 @@ class Supervision:
         supervisor.run()
 
     @contextmanager
-    def beside(
+    def thread(
         self, name: str, work: Callable[[], None], *, patience_s: float | None = None
     ) -> Iterator[threading.Thread]:
         """Run `work` in a thread during the `with`, then wait for the thread, at most `patience_s` seconds.

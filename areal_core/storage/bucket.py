@@ -40,7 +40,7 @@ _OPTIONS: dict[str, Any] = {
     "skip_instance_cache": True,
     "config_kwargs": {"connect_timeout": 3, "read_timeout": 30, "retries": {"total_max_attempts": 1}},
 }
-_PASSING = (
+_TRANSIENT = (
     TimeoutError,
     exceptions.ConnectionError,
     exceptions.HTTPClientError,
@@ -50,7 +50,7 @@ _PASSING = (
     exceptions.MetadataRetrievalError,
     aiohttp.ClientError,
 )
-_PASSING_CODES = frozenset(
+_TRANSIENT_CODES = frozenset(
     (
         "SlowDown",
         "Throttling",
@@ -95,10 +95,10 @@ class Bucket:
     def transient(self, error: Exception) -> bool:
         if response := _response(error):
             status = response["ResponseMetadata"]["HTTPStatusCode"]
-            return _code(error) in _PASSING_CODES or status == 429 or (status >= 500 and status != 501)
+            return _code(error) in _TRANSIENT_CODES or status == 429 or (status >= 500 and status != 501)
         if isinstance(error, exceptions.SSLError):
             return False
-        return isinstance(error, _PASSING) or (isinstance(error, OSError) and error.errno in folder.TRANSIENT)
+        return isinstance(error, _TRANSIENT) or (isinstance(error, OSError) and error.errno in folder.TRANSIENT)
 
     def reason(self, error: Exception) -> str:
         if response := _response(error):
@@ -134,21 +134,21 @@ class Bucket:
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
 
-    def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
-        """Replace the object whose ETag is `mark`; returns the new mark, or None if the ETag differs."""
-        condition = {"IfNoneMatch": "*"} if mark is None else {"IfMatch": mark}
+    def put_if_unchanged(self, path: str, data: bytes, etag: str | None) -> str | None:
+        """Replace the object whose ETag is `etag`; returns the new ETag, or None if the ETag differs."""
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         try:
             put = self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))}, **condition)
         except self.errors as error:
             if _code(error) not in _CHANGED:
                 raise
             return None
-        return _mark(put)
+        return _etag(put)
 
-    def get_marked(self, path: str) -> tuple[bytes, str]:
-        """An object and its mark, without a checksum test, so that a damaged object can be replaced."""
+    def get_with_etag(self, path: str) -> tuple[bytes, str]:
+        """An object and its ETag, without a checksum test, so that a damaged object can be replaced."""
         response, data = self._read(path)
-        return data, _mark(response)
+        return data, _etag(response)
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
         _whole(lambda: self._download(path, local, attempt))
@@ -174,7 +174,7 @@ class Bucket:
     def sizes(self, path: str) -> dict[str, int]:
         return {name: int(entry["size"]) for name, entry in self._found(path).items()}
 
-    def changed(self, path: str) -> dict[str, float]:
+    def write_times(self, path: str) -> dict[str, float]:
         return {name: entry["LastModified"].timestamp() for name, entry in self._found(path).items()}
 
     def _found(self, path: str) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _code(error: Exception) -> str:
     return str(response["Error"].get("Code") or response["ResponseMetadata"]["HTTPStatusCode"]) if response else ""
 
 
-def _mark(response: dict[str, Any]) -> str:
+def _etag(response: dict[str, Any]) -> str:
     """An ETag without its quotes: S3 accepts both forms, older radosgw only this one."""
     return response["ETag"].strip('"')
 

@@ -20,7 +20,7 @@ from areal_core.storage import durable
 from areal_core.storage.patience import Attempt
 
 _SCRATCH = ".part"  # suffix of an object that is being written
-_LOCK = ".lock"  # suffix of the lock file of an object that `put_over` replaces
+_LOCK = ".lock"  # suffix of the lock file of an object that `put_if_unchanged` replaces
 _STALE_S = 24 * 3600.0  # age of a scratch file whose writer must be dead
 TRANSIENT = frozenset(  # a full disk or an unreachable file server; other errors are permanent
     (
@@ -63,21 +63,21 @@ class Folder:
     def put_bytes(self, path: str, data: bytes) -> None:
         _replace(Path(path), lambda scratch: scratch.write_bytes(data))
 
-    def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
-        """Replace the object with this `mark`; returns the new mark, or None if the mark differs."""
+    def put_if_unchanged(self, path: str, data: bytes, etag: str | None) -> str | None:
+        """Replace the object with this `etag`; returns the new one, or None if the ETag differs."""
         with _locked(Path(path)):
             try:
-                found = self.get_marked(path)[1]
+                found = self.get_with_etag(path)[1]
             except FileNotFoundError:
                 found = None
-            if found != mark:
+            if found != etag:
                 return None
             self.put_bytes(path, data)
-        return _mark(data)
+        return _etag(data)
 
-    def get_marked(self, path: str) -> tuple[bytes, str]:
+    def get_with_etag(self, path: str) -> tuple[bytes, str]:
         data = self.get_bytes(path)
-        return data, _mark(data)
+        return data, _etag(data)
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
         attempt(lambda: shutil.copyfile(path, local))
@@ -93,7 +93,7 @@ class Folder:
     def sizes(self, path: str) -> dict[str, int]:
         return {file: found.st_size for file, found in _files(path) if not file.endswith((_SCRATCH, _LOCK))}
 
-    def changed(self, path: str) -> dict[str, float]:
+    def write_times(self, path: str) -> dict[str, float]:
         return {file: found.st_mtime for file, found in _files(path) if not file.endswith((_SCRATCH, _LOCK))}
 
     def delete(self, path: str) -> None:
@@ -134,7 +134,7 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _mark(data: bytes) -> str:
+def _etag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

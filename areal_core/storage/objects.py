@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from areal_core.config.groups import StorageConfig
 from areal_core.errors import StorageError
 from areal_core.storage.folder import Folder
-from areal_core.storage.patience import Attempt, Patience
+from areal_core.storage.patience import Attempt, RetryPolicy
 
 if TYPE_CHECKING:
     from areal_core.storage.bucket import Bucket
@@ -48,10 +48,10 @@ class Storage:
     raised only after the store's patience. Thread-safe.
     """
 
-    def __init__(self, kind: Folder | Bucket, root: str, url: str, patience: Patience) -> None:
+    def __init__(self, kind: Folder | Bucket, root: str, url: str, policy: RetryPolicy) -> None:
         self._kind = kind
         self._root = root  # a path of `kind`, without a trailing slash
-        self._patience = patience
+        self._policy = policy
         self.url = url
 
     @classmethod
@@ -75,10 +75,10 @@ class Storage:
     @classmethod
     def _open_folder(cls, root: str, patience_s: float) -> Storage:
         folder = Folder()
-        storage = cls(folder, root, root, Patience(_OPEN_S, quiet=True))
-        with storage._probe() as probe, storage._doing("access", "") as attempt:
+        storage = cls(folder, root, root, RetryPolicy(_OPEN_S, quiet=True))
+        with storage._probe() as probe, storage._retrying("access", "") as attempt:
             attempt(lambda: folder.sweep(root, Path(root, probe).stat().st_mtime))
-        return cls(folder, root, root, Patience(patience_s))
+        return cls(folder, root, root, RetryPolicy(patience_s))
 
     @classmethod
     def _open_s3(cls, url: str, root: str, endpoint_url: str | None, patience_s: float) -> Storage:
@@ -87,71 +87,71 @@ class Storage:
         name = root.partition("/")[0]
         if not name:
             raise StorageError(f"storage.url: {url!r} names no bucket; use s3://bucket/prefix")
-        bucket, patience = Bucket(endpoint_url), Patience(_OPEN_S, quiet=True)
+        bucket, policy = Bucket(endpoint_url), RetryPolicy(_OPEN_S, quiet=True)
         try:
-            patience.run(lambda: bucket.make(name), f"use {url}", bucket)
+            policy.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
             where = endpoint_url or next(filter(None, map(os.environ.get, _ENDPOINTS)), "Amazon's endpoint")
             remedy = (
                 "; start the server there, or set storage.endpoint_url to another" if bucket.transient(error) else ""
             )
             raise StorageError(f"storage.url: can't use {url} at {where}: {bucket.reason(error)}{remedy}") from error
-        with cls(bucket, root, f"s3://{root}", patience)._probe():
+        with cls(bucket, root, f"s3://{root}", policy)._probe():
             pass
         bucket.opened()
-        return cls(bucket, root, f"s3://{root}", Patience(patience_s))
+        return cls(bucket, root, f"s3://{root}", RetryPolicy(patience_s))
 
     def child(self, name: str) -> Storage:
         """The part of this store below `name`."""
-        return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
+        return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._policy)
 
     def put_file(self, local: Path, name: str) -> None:
         """Store a finished local file, replacing an object of that name atomically."""
         path = self._path(name)
-        with self._doing("write", name) as attempt:
+        with self._retrying("write", name) as attempt:
             self._kind.put_file(local, path, attempt)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        self._done("write", name, self._kind.put_bytes, data)
+        self._call("write", name, self._kind.put_bytes, data)
 
-    def put_over(self, name: str, data: bytes, mark: str | None) -> str:
-        """Compare-and-swap: atomically replace the object with this `mark`, or with None create it.
+    def put_if_unchanged(self, name: str, data: bytes, etag: str | None) -> str:
+        """Compare-and-swap: atomically replace the object with this `etag`, or with None create it.
 
-        Returns the new mark, which differs if `data` does. Raises ChangedError if the object has another mark or is
+        Returns the new ETag, which differs if `data` does. Raises ChangedError if the object has another ETag or is
         missing. If a response was lost and the call was retried, that other object may be this call's own. So `data`
         should name its writer.
         """
-        if (put := self._done("write", name, self._kind.put_over, data, mark)) is None:
+        if (put := self._call("write", name, self._kind.put_if_unchanged, data, etag)) is None:
             raise ChangedError(f"storage.url: can't write {self.url}/{name}: another process has changed it meanwhile")
         return put
 
-    def get_marked(self, name: str) -> tuple[bytes, str]:
-        """An object, and its mark for `put_over`."""
-        return self._done("read", name, self._kind.get_marked)
+    def get_with_etag(self, name: str) -> tuple[bytes, str]:
+        """An object, and its ETag for `put_if_unchanged`."""
+        return self._call("read", name, self._kind.get_with_etag)
 
     def get_file(self, name: str, local: Path) -> None:
         """Copy an object to a local file; creates its folder."""
         path = self._path(name)
-        with self._doing("read", name) as attempt:
+        with self._retrying("read", name) as attempt:
             local.parent.mkdir(parents=True, exist_ok=True)
             self._kind.get_file(path, local, attempt)
 
     def get_bytes(self, name: str) -> bytes:
-        return self._done("read", name, self._kind.get_bytes)
+        return self._call("read", name, self._kind.get_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` (exclusive) of an object; fewer if the object ends before."""
         assert 0 <= start <= stop, (start, stop)
-        return self._done("read", name, self._kind.get_range, start, stop)
+        return self._call("read", name, self._kind.get_range, start, stop)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by full name, sorted by name."""
-        found = self._done("list", prefix, self._kind.sizes)
+        found = self._call("list", prefix, self._kind.sizes)
         return {name.removeprefix(self._root).lstrip("/"): size for name, size in sorted(found.items())}
 
-    def changed(self, prefix: str = "") -> dict[str, float]:
+    def write_times(self, prefix: str = "") -> dict[str, float]:
         """Last write of every object below the folder `prefix`, in seconds since 1970 by the store's clock."""
-        found = self._done("list", prefix, self._kind.changed)
+        found = self._call("list", prefix, self._kind.write_times)
         return {name.removeprefix(self._root).lstrip("/"): at for name, at in found.items()}
 
     def list(self, prefix: str = "") -> Sequence[str]:
@@ -162,7 +162,7 @@ class Storage:
         """Delete the object `prefix`, or all objects below it; ignores missing objects."""
         if self._path(prefix) == self._root:
             raise StorageError(f"{self.url}: refuses to delete the entire store; name a prefix")
-        self._done("delete", prefix, self._kind.delete)
+        self._call("delete", prefix, self._kind.delete)
 
     @contextmanager
     def _probe(self) -> Iterator[str]:
@@ -178,24 +178,24 @@ class Storage:
             raise StorageError(f"{self.url}: {name!r} is outside the store")
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
-    def _done(self, action: str, name: str, call: Callable[..., T], *arguments: object) -> T:
+    def _call(self, action: str, name: str, call: Callable[..., T], *arguments: object) -> T:
         """The result of one call on the path of an object, with retries."""
         path = self._path(name)
-        with self._doing(action, name) as attempt:
+        with self._retrying(action, name) as attempt:
             return attempt(lambda: call(path, *arguments))
 
     @contextmanager
-    def _doing(self, action: str, name: str) -> Iterator[Attempt]:
+    def _retrying(self, action: str, name: str) -> Iterator[Attempt]:
         """Yield a function that retries parts of `action`; turn the final error into a StorageError."""
         what = f"{action} {self.url}/{name}"
         try:
-            yield lambda work: self._patience.run(work, what, self._kind)
+            yield lambda work: self._policy.run(work, what, self._kind)
         except self._kind.errors as error:
-            tried = f"; retried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
-            raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
+            tried = f"; retried for {self._policy.limit_s:g} s" if self._kind.transient(error) else ""
+            raise _error_class(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
 
-def _told_as(error: Exception) -> type[StorageError]:
+def _error_class(error: Exception) -> type[StorageError]:
     """The class of StorageError for an error of the backend."""
     if isinstance(error, FileNotFoundError):
         return MissingError

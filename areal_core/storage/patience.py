@@ -32,7 +32,7 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
 
 
-class Patience:
+class RetryPolicy:
     """Retries work for up to `limit_s` seconds from the first try; 0 means one try. Thread-safe.
 
     Even after the limit there is a second try, because the process itself may have been suspended, not the store. With

@@ -18,7 +18,7 @@ def main() -> int:
     # Imports come afterwards: they start threads, and any thread that does not block a signal may receive it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     from areal_core.launch import heartbeat, logs
-    from areal_core.launch.process import adopt, announce_ready
+    from areal_core.launch.process import announce_ready, tie_to_parent
     from areal_core.storage.rundir import RunDir
     from areal_core.tracking.forwarder import Forwarder
     from areal_core.tracking.outbox import Outbox
@@ -26,7 +26,7 @@ def main() -> int:
     run_dir = RunDir.of_command_line()
     logs.start("tracker")
     ready_file = run_dir.ready_file("tracker")
-    adopt(ready_file)
+    tie_to_parent(ready_file)
 
     info = run_dir.info()
     if info.tracking_uri is None or info.tracking_run_id is None:
@@ -35,7 +35,7 @@ def main() -> int:
     outbox = Outbox(run_dir.outbox, info.run_id)
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)
     announce_ready(ready_file)
-    heartbeat.say("sending queued metrics", waits_for="MLflow")  # requests to MLflow have their own time limits
+    heartbeat.report("sending queued metrics", waits_for="MLflow")  # requests to MLflow have their own time limits
     sent = forwarder.run(lambda seconds: signal.sigtimedwait(_STOP_SIGNALS, seconds) is not None)
     return 0 if sent else 128 + signal.SIGTERM
 

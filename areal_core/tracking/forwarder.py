@@ -61,7 +61,7 @@ class Forwarder:
         self._run_id = run_id
         self._flush_timeout_s = flush_timeout_s
         self._opened = False
-        self._doubtful = True  # the server may hold points that are only marked as attempted
+        self._must_compare = True  # the server may hold points that are only marked as attempted
         self._size = MAX_METRICS  # points in the next request
 
     def run(self, wait: Callable[[float], bool]) -> bool:
@@ -131,20 +131,20 @@ class Forwarder:
         return self._outbox.unsent() > 0
 
     def _send_metrics(self) -> None:
-        if self._doubtful:
+        if self._must_compare:
             self._compare()
         rows = self._outbox.attempt_metrics(self._size)
         if not rows:
             return
-        self._doubtful = True
+        self._must_compare = True
         points = [Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows]
         refusal = self._refusal(lambda: self._client.log_batch(self._run_id, metrics=points, synchronous=True))
         # Halving the batch isolates a rejected point.
         self._size = min(MAX_METRICS, 2 * self._size) if refusal is None else max(1, len(rows) // 2)
         if refusal is None or len(rows) == 1:
             self._outbox.settle_metrics(rows)
-            self._tell(f"point {rows[0].key} of step {rows[0].step}", refusal)
-        self._doubtful = False  # the server does not hold points that it rejected
+            self._log_refusal(f"point {rows[0].key} of step {rows[0].step}", refusal)
+        self._must_compare = False  # the server does not hold points that it rejected
 
     def _compare(self) -> None:
         """Mark the points that the server already holds as sent."""
@@ -152,7 +152,7 @@ class Forwarder:
         for key in {row.key for row in rows}:
             held = {metric.step for metric in self._client.get_metric_history(self._run_id, key)}
             self._outbox.settle_metrics(row for row in rows if row.key == key and row.step in held)
-        self._doubtful = False
+        self._must_compare = False
 
     def _refusal(self, send: Callable[[], object]) -> str | None:
         """Call `send`; returns the reason if the server rejects the data, else None.
@@ -165,7 +165,7 @@ class Forwarder:
             return reason(error)
         return None
 
-    def _tell(self, what: str, refusal: str | None) -> None:
+    def _log_refusal(self, what: str, refusal: str | None) -> None:
         if refusal is not None:
             _log.warning("tracking: %s rejected %s, skipped: %s", shown(self._uri), what, refusal)
 
@@ -176,7 +176,7 @@ class Forwarder:
             return
         refusal = self._refusal(lambda: self._put_document(document))
         self._outbox.settle_document(document)
-        self._tell(f"document {document.kind} of step {document.step}", refusal)
+        self._log_refusal(f"document {document.kind} of step {document.step}", refusal)
 
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":

@@ -14,7 +14,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.types import BatchManifest
 
-_LOOK_S = 0.2  # seconds between two calls of `meanwhile`
+_POLL_S = 0.2  # seconds between two calls of `meanwhile`
 
 Ready = tuple[BatchManifest, TrainingBatch]
 
@@ -99,7 +99,7 @@ class BatchFeed:
         while True:
             meanwhile()
             with suppress(queue.Empty):
-                return self._ready.get(timeout=_LOOK_S)
+                return self._ready.get(timeout=_POLL_S)
             self._thread.check()
 
     def ahead(self) -> None:

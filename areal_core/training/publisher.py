@@ -19,7 +19,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError, Head, parsed
+from areal_core.api.head import Head, HeadNodeError, parsed
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError, StorageError
 from areal_core.models.tensorfile import write_tensors
@@ -33,7 +33,7 @@ from areal_core.training.engines.engine import EngineState
 from areal_core.types import PolicyVersion
 
 _HAND_OVER_S = 60.0  # seconds without a sign from the head node that it fetches the version
-_LOOK_S = 0.2  # seconds between two checks for a failed publication
+_POLL_S = 0.2  # seconds between two checks for a failed publication
 
 
 class Publisher:
@@ -127,17 +127,17 @@ class Publisher:
             body = json.dumps(made | {"release": self._released}).encode()
             try:
                 with closing(Head(copy["head"], self._run.token()).session()) as session:
-                    status, content = session.ask("POST", f"/nodes/{copy['node']}/versions", body)
+                    status, content = session.request("POST", f"/nodes/{copy['node']}/versions", body)
                     if status == 200:
                         return replace(version, path=parsed(content)["path"])
                     said = f"{status}: {content.decode(errors='replace')}"
                     if status == 202:  # the head node is fetching it
                         deadline = time.monotonic() + _HAND_OVER_S
-            except AwayError as error:
+            except HeadNodeError as error:
                 said = str(error)
             if time.monotonic() > deadline:
                 raise ProcessError(f"the head node did not fetch version {version.version}: {said}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
@@ -151,7 +151,7 @@ class Publisher:
         files = self._written(state)
         with self._reported:
             while self._reported_step < step:
-                self._reported.wait(_LOOK_S)
+                self._reported.wait(_POLL_S)
                 self._publishing.check()
         snapshot = self._saving_controller.snapshot(step)
         uploaded, shared = (
@@ -174,7 +174,7 @@ class Publisher:
             shared=shared,
         )
         self._timeline.span("checkpoint", start, time.monotonic(), step)
-        self._saving_controller.committed(step)
+        self._saving_controller.report_checkpoint(step)
 
     def _written(self, state: EngineState) -> dict[str, Path]:
         """Write the files of a state: trained weights, which are enough for a controller, and the rest."""

@@ -115,7 +115,7 @@ class Trainer:
     def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
         times = StepTimes(waiting_since=waiting_since, start=time.monotonic())
         logs.at_step(manifest.step)
-        heartbeat.say(f"step {manifest.step}: training")
+        heartbeat.report(f"step {manifest.step}: training")
         self.timeline.span("wait", waiting_since, times.start, manifest.step)
         stats = self._learn(batch, times)
         self.step = manifest.step
@@ -309,7 +309,7 @@ def main() -> None:
     run = RunDir.of_command_line()
     rank = int(os.environ.get("RANK", "0"))  # set by every launcher of ranks
     logs.start("trainer", rank)
-    process.adopt(run.ready_file("trainer", rank))
+    process.tie_to_parent(run.ready_file("trainer", rank))
     torch.set_num_threads(1)
     try:
         trainer = Trainer(run, rank)
@@ -321,4 +321,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.end_with(main)
+    process.run_and_exit(main)

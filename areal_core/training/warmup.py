@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder to write the model to")
     arguments = parser.parse_args()
     logs.start("warmup")
-    process.adopt()
+    process.tie_to_parent()
     torch.set_num_threads(1)
     # As use_deterministic_algorithms, which would import torch's compiler for a second.
     torch.set_deterministic_debug_mode("error")
@@ -132,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.end_with(main)
+    process.run_and_exit(main)

@@ -37,7 +37,7 @@ class Finding:
     what: str
     ok: bool
     found: str
-    mend: str = ""  # how to fix it
+    remedy: str = ""  # how to fix it
     needed: bool = True  # False: optional
 
 
@@ -58,8 +58,8 @@ def findings() -> Iterator[Finding]:
     yield _sandbox()
     packages = (WORK / ".venv-vllm").glob("lib/python*/site-packages/vllm*.dist-info")
     vllm = ", ".join(sorted(folder.stem for folder in packages))
-    mend = "experiment=cpu-vllm needs it; install it with areal setup vllm"
-    yield Finding("vLLM environment", bool(vllm), vllm or "none", mend, needed=False)
+    remedy = "experiment=cpu-vllm needs it; install it with areal setup vllm"
+    yield Finding("vLLM environment", bool(vllm), vllm or "none", remedy, needed=False)
 
 
 def _packages() -> Finding:
@@ -84,12 +84,12 @@ def _accelerator() -> Iterator[Finding]:
 
 def _sandbox() -> Finding:
     """Run a program in the sandbox: bubblewrap may be installed but lack permissions."""
-    found, mend = "bubblewrap", "environment.verifier=code needs bubblewrap; install it with areal setup sandbox"
+    found, remedy = "bubblewrap", "environment.verifier=code needs bubblewrap; install it with areal setup sandbox"
     try:
         Sandbox("bubblewrap", memory_mib=256, processes=4).check()
     except ConfigError as error:
         found = str(error).removeprefix("environment.sandbox: ").partition("; ")[0]
-    return Finding("sandbox", found == "bubblewrap", found, mend, needed=False)
+    return Finding("sandbox", found == "bubblewrap", found, remedy, needed=False)
 
 
 def _of_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -125,6 +125,6 @@ def main(arguments: Sequence[str]) -> None:
     for finding in findings():
         word = "ok" if finding.ok else "missing" if finding.needed else "without"
         missing += [finding.what] if word == "missing" else []
-        print(f"{word:8} {finding.what:20} {finding.found}{'' if finding.ok else f'  ({finding.mend})'}")
+        print(f"{word:8} {finding.what:20} {finding.found}{'' if finding.ok else f'  ({finding.remedy})'}")
     if missing:
         raise ProcessError(f"this machine lacks {', '.join(missing)}; the default run needs them")

@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
+from areal_core.run.prune import StoredRun, delete, free_leftovers, stored_runs
 from flows import cli
 from flows.compose import compose
 
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(arguments)
     chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.settings)
-    runs = held_runs(config, print)
+    runs = stored_runs(config, print)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
-    plan: list[tuple[HeldRun, int, Callable[..., None]]] = []
+    plan: list[tuple[StoredRun, int, Callable[..., None]]] = []
     for run in _chosen(runs, options.run, 86400.0 * (options.older or 0.0)) if chooses else runs:
         if chooses or run.state == "half deleted":
             plan.append((run, run.local_bytes + run.stored_bytes, delete))
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ProcessError(f"{failed} of {len(plan)} runs could not be deleted")
 
 
-def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list[HeldRun]:
+def _chosen(runs: Sequence[StoredRun], names: Sequence[str], age_s: float) -> list[StoredRun]:
     """Runs with these names, or all, that have not changed for `age_s` seconds and are not running.
     Raises ConfigError."""
     known = {run.run_id: run for run in runs}
@@ -87,7 +87,7 @@ def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list
     return [run for run in named if run.state != "running" and run.changed <= before]
 
 
-def _table(runs: Sequence[HeldRun]) -> Table:
+def _table(runs: Sequence[StoredRun]) -> Table:
     table = Table(Column("run", no_wrap=True), "last change", "state", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("on this machine", "in the store", "leftovers"):
         table.add_column(name, justify="right")

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     print()
     for _, problem in report.problems:
         print(problem)
-    if any(hopeless for hopeless, _ in report.problems):
+    if any(fatal for fatal, _ in report.problems):
         raise ProcessError("this run can't learn: see above")
     print(f"This run can learn{', but slowly, because of the fields above' if report.problems else ''}.")
 

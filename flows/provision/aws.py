@@ -23,7 +23,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError, one_line
-from flows.provision.nodes import NODE, Found
+from flows.provision.nodes import NODE, CloudResource
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _COST = ["pending", "running", "stopping", "stopped"]  # instance states before 
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # parts of error codes for a missing resource
 _INSTANCE, _TEMPLATE, _GROUP = NODE, "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
-_LOOKS, _LOOK_S = 300, 2.0  # checks for a terminated instance, and seconds between them
+_POLLS, _POLL_S = 300, 2.0  # checks for a terminated instance, and seconds between them
 
 
 class Aws:
@@ -50,12 +50,12 @@ class Aws:
         except BotoCoreError as error:
             raise ProvisionError(f"aws: {one_line(error)}") from None
 
-    def found(self, run: str | None = None) -> list[Found]:
+    def found(self, run: str | None = None) -> list[CloudResource]:
         """List the resources of a run, nodes first; None means all runs.
         Leaves out resources that are being deleted."""
-        return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
+        return _request(lambda: [*self._ec2_found(run), *self._iam_found(run)])
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
+    def end(self, found: Iterable[CloudResource], confirm: Callable[[], None]) -> None:
         """Delete resources in dependency order, and wait until they are gone. A missing resource is no error.
 
         `confirm` is called before each deletion and during waits. It raises once this process has lost the right to
@@ -73,7 +73,7 @@ class Aws:
             ids = [each.id for each in found if each.kind == kind]
             for id_ in ids:
                 confirm()
-                _told(lambda end=end, id_=id_: _unless_gone(lambda: end(id_)))
+                _request(lambda end=end, id_=id_: _if_exists(lambda: end(id_)))
             if kind == _INSTANCE:  # instances use the other resources until they are gone
                 for id_ in ids:
                     self._wait(id_, confirm)
@@ -86,43 +86,43 @@ class Aws:
             return []
         states = {"Name": "instance-state-name", "Values": ["shutting-down"]}
         filters = [{"Name": f"tag:{_RUN}", "Values": sorted(runs)}, states]
-        pages = _told(lambda: list(_each(self._ec2, "describe_instances", "Reservations", Filters=filters)))
+        pages = _request(lambda: list(_each(self._ec2, "describe_instances", "Reservations", Filters=filters)))
         return [each["InstanceId"] for reservation in pages for each in reservation["Instances"]]
 
     def _wait(self, instance: str, confirm: Callable[[], None]) -> None:
-        for _ in range(_LOOKS):
-            page = _told(lambda: _unless_gone(lambda: self._ec2.describe_instances(InstanceIds=[instance])))
+        for _ in range(_POLLS):
+            page = _request(lambda: _if_exists(lambda: self._ec2.describe_instances(InstanceIds=[instance])))
             found = [each for reservation in (page or {}).get("Reservations", []) for each in reservation["Instances"]]
             if all(each["State"]["Name"] == "terminated" for each in found):
                 return
             confirm()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         raise ProvisionError(
-            f"aws: instance {instance} still exists {_LOOKS * _LOOK_S:g} s after the request to terminate it"
+            f"aws: instance {instance} still exists {_POLLS * _POLL_S:g} s after the request to terminate it"
         )
 
-    def _ec2_found(self, run: str | None) -> Iterator[Found]:
+    def _ec2_found(self, run: str | None) -> Iterator[CloudResource]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
         living = {"Name": "instance-state-name", "Values": _COST}
         for reservation in _each(self._ec2, "describe_instances", "Reservations", Filters=[tagged, living]):
             for each in reservation["Instances"]:
-                yield Found(
+                yield CloudResource(
                     kind=_INSTANCE,
                     id=each["InstanceId"],
                     run=_tags(each)[_RUN],
                     role=_tags(each).get(_NODE, "").rpartition("-")[0] or None,
                     since=each["LaunchTime"].timestamp(),
-                    near=self._near(each),
+                    own_vpc=self._own_vpc(each),
                 )
         for each in _each(self._ec2, "describe_launch_templates", "LaunchTemplates", Filters=[tagged]):
             since = each["CreateTime"].timestamp()
-            yield Found(kind=_TEMPLATE, id=each["LaunchTemplateId"], run=_tags(each)[_RUN], since=since)
+            yield CloudResource(kind=_TEMPLATE, id=each["LaunchTemplateId"], run=_tags(each)[_RUN], since=since)
         for each in self._ec2.describe_placement_groups(Filters=[tagged])["PlacementGroups"]:
-            yield Found(kind=_PLACEMENT, id=each["GroupName"], run=_tags(each)[_RUN])
+            yield CloudResource(kind=_PLACEMENT, id=each["GroupName"], run=_tags(each)[_RUN])
         for each in _each(self._ec2, "describe_security_groups", "SecurityGroups", Filters=[tagged]):
-            yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=self._near(each))
+            yield CloudResource(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], own_vpc=self._own_vpc(each))
 
-    def _iam_found(self, run: str | None) -> Iterator[Found]:
+    def _iam_found(self, run: str | None) -> Iterator[CloudResource]:
         """Instance profiles and roles of the account whose name and tag name the same run."""
         for operation, key, name_of, kind in (
             ("list_instance_profiles", "InstanceProfiles", "InstanceProfileName", _PROFILE),
@@ -132,14 +132,14 @@ class Aws:
                 name, since = each[name_of], each["CreateDate"].timestamp()
                 named = _NAMED.fullmatch(name)
                 if named and run in (None, named[1]) and self._is_tagged(kind, name, named[1]):
-                    yield Found(kind=kind, id=name, run=named[1], role=named[2], since=since)
+                    yield CloudResource(kind=kind, id=name, run=named[1], role=named[2], since=since)
 
     def _profile(self, name: str) -> dict[str, Any]:
         return self._iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
 
     def _is_tagged(self, kind: str, name: str, run: str) -> bool:
         """Read the tags of one resource: IAM's lists leave them out."""
-        each = _unless_gone(
+        each = _if_exists(
             lambda: self._profile(name) if kind == _PROFILE else self._iam.get_role(RoleName=name)["Role"]
         )
         return each is not None and _tags(each).get(_RUN) == run
@@ -158,7 +158,7 @@ class Aws:
             self._iam.delete_role_policy(RoleName=name, PolicyName=policy)
         self._iam.delete_role(RoleName=name)
 
-    def _near(self, each: dict[str, Any]) -> bool:
+    def _own_vpc(self, each: dict[str, Any]) -> bool:
         return self._network is not None and each.get("VpcId") == self._network
 
 
@@ -171,7 +171,7 @@ def _tags(each: dict[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in each.get("Tags", [])}
 
 
-def _unless_gone(ask: Callable[[], T]) -> T | None:
+def _if_exists(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
     except ClientError as error:
@@ -180,7 +180,7 @@ def _unless_gone(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def _told(ask: Callable[[], T]) -> T:
+def _request(ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (BotoCoreError, ClientError, ResponseParserError) as error:

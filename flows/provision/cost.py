@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flows.provision.nodes import Found, Host
+from flows.provision.nodes import CloudResource, Host
 
 _HOUR_S = 3600.0
 
@@ -18,21 +18,21 @@ _HOUR_S = 3600.0
 class Meter:
     """The nodes of one run, by the cloud's ids. A replacement counts as another node."""
 
-    def __init__(self, prices: Mapping[str, float | None], noted: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, prices: Mapping[str, float | None], state: Mapping[str, Any] | None = None) -> None:
         """`prices` are dollars an hour of a node, by role; None if unknown.
-        `noted` is the result of `noted()` in an earlier process of the same run."""
-        noted = noted or {}
+        `state` is the result of `state()` in an earlier process of the same run."""
+        state = state or {}
         known = {role: price for role, price in prices.items() if price is not None}
-        self._prices: dict[str, float] = {**noted.get("prices", {}), **known}
-        self._nodes: dict[str, list[Any]] = {id_: list(node) for id_, node in noted.get("nodes", {}).items()}
+        self._prices: dict[str, float] = {**state.get("prices", {}), **known}
+        self._nodes: dict[str, list[Any]] = {id_: list(node) for id_, node in state.get("nodes", {}).items()}
 
-    def observe(self, hosts: Iterable[Host | Found], now: float) -> None:
+    def observe(self, hosts: Iterable[Host | CloudResource], now: float) -> None:
         """Record that these nodes exist at `now`, in seconds since 1970."""
         for host in hosts:
             node = self._nodes.setdefault(host.id, [host.role or "-", now, now])
             node[2] = max(node[2], now)
 
-    def noted(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The whole state as a JSON-compatible dict."""
         return {"prices": self._prices, "nodes": self._nodes}
 

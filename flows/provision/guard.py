@@ -18,14 +18,14 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 1.0  # longest wait: select's clock stops while the machine sleeps, the deadline's clock does not
+_MAX_WAIT_S = 1.0  # longest wait: select's clock stops while the machine sleeps, the deadline's clock does not
 
 
 def main() -> int:
     right, grace_s, argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, lambda *_: None)  # the wake-up pipe delivers them
     try:
@@ -34,13 +34,13 @@ def main() -> int:
         print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
         return 127
     end, asked = float("inf"), False
-    sources = [right, told]
+    sources = [right, wake_read]
     while True:
         due = end if asked else end - grace_s
-        wait_s = None if due == float("inf") else min(max(0.0, due - _now()), _LOOK_S)
+        wait_s = None if due == float("inf") else min(max(0.0, due - _now()), _MAX_WAIT_S)
         ready = select.select(sources, [], [], wait_s)[0]
-        if told in ready:
-            for signum in os.read(told, 64):
+        if wake_read in ready:
+            for signum in os.read(wake_read, 64):
                 if signum != signal.SIGCHLD:
                     program.send_signal(signum)
         if right in ready:

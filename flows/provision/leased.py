@@ -36,8 +36,8 @@ from areal_core.launch.process import boot_id
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cost import Meter
-from flows.provision.leases import By, Claimant, Leases
-from flows.provision.nodes import Host, Nodes, completed, control_outputs
+from flows.provision.leases import Claimant, HolderKind, Leases
+from flows.provision.nodes import Host, Nodes, control_outputs, with_defaults
 from flows.provision.terraform import KilledError, LockedError, Plan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _STORE_S = 30.0  # upper limit, beside a sixth of the lease: patience with the s
 _EPOCH = 6  # hexadecimal digits: IAM's names have room for no more
 _BUSY_S = 5.0  # least patience with another command on this machine
 _STOP_S = 3.0  # time for a running terraform to end in order once this process is asked to end
-_PASSING = re.compile(
+_TRANSIENT = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
     r"|could not connect|connection was closed|unable to parse response"
@@ -61,7 +61,7 @@ _PASSING = re.compile(
     r"|AlreadyExists|\.Duplicate",  # the creating call lost its response: not in a state; the next try deletes it
     re.IGNORECASE,
 )
-_LASTING = re.compile(r"(?<!Request)LimitExceeded|InsufficientInstanceCapacity|Unauthorized|AccessDenied")
+_PERMANENT = re.compile(r"(?<!Request)LimitExceeded|InsufficientInstanceCapacity|Unauthorized|AccessDenied")
 _log = logging.getLogger(__name__)
 
 Show = Callable[[Plan], None]
@@ -75,9 +75,9 @@ class LeasedNodes:
     lease over before. If the process is asked to end (an exception that is no Exception), a flow hands its nodes over
     to the reaper.
 
-    Raises ConfigError, StorageError, and ProvisionError with the message of Terraform or the cloud. Raises HeldError if
-    another process holds the lease, and LeaseLostError, a ProcessError, once another process has taken it. Transient
-    failures (throttling, 5xx, a killed terraform) are retried three times first."""
+    Raises ConfigError, StorageError, and ProvisionError with the message of Terraform or the cloud. Raises
+    LeaseHeldError if another process holds the lease, and LeaseLostError, a ProcessError, once another process has
+    taken it. Transient failures (throttling, 5xx, a killed terraform) are retried three times first."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LeasedNodes:
         state: Path,
         *,
         length_s: float = LEASE_S,
-        by: By = "flow",
+        by: HolderKind = "flow",
         kept_until: float | None = None,
         patience_s: float | None = None,
         prices: Mapping[str, float | None] | None = None,
@@ -99,8 +99,8 @@ class LeasedNodes:
         `kept_until` (seconds since 1970). `patience_s` is the longest wait for a held lease. By default a flow waits
         until a dead holder's lease would run out, and a command does not wait. `prices` are dollars an hour of a node,
         by role. `leases` and `cloud` default to those of the root module `control`."""
-        self.request, self._state, self._log = completed(request, control_outputs(state)), state, log
-        self._by: By = by
+        self.request, self._state, self._log = with_defaults(request, control_outputs(state)), state, log
+        self._by: HolderKind = by
         self._length_s, self._kept_until = length_s, kept_until
         foundation = self.request["foundation"]
         store_s = min(_STORE_S, length_s / 6)
@@ -115,7 +115,7 @@ class LeasedNodes:
         self._metering = threading.Lock()
         self._hosts: list[Host] = []  # as last seen
         self._closing = threading.Event()  # the nodes are being handed over
-        self._touched = self._over = False  # a node may have been created; the lease has been let go
+        self._may_have_nodes = self._over = False  # a node may have been created; the lease has been let go
         self._failed = False  # a terraform has failed since the last cleanup
         self._stack = ExitStack()
 
@@ -141,7 +141,7 @@ class LeasedNodes:
                 patience_s=self._patience_s,
             )
             nodes.variables["epoch"] = held.lease.holder[:_EPOCH]
-            self._touched = not held.fresh
+            self._may_have_nodes = not held.fresh
             self._meter = Meter(self._prices, held.lease.spent)
             held.on_renewed, held.on_lost = nodes.terraform.extend, self._lost
             stack.push(self._leave)
@@ -183,13 +183,13 @@ class LeasedNodes:
         """Destroy the nodes, check that nothing of them is left, and give the lease back.
         `on_plan` is that of `make`."""
         with self._changing:
-            self._tried(lambda: self._end(on_plan))
+            self._with_retries(lambda: self._end(on_plan))
             self._held.release()
             self._over = True
             self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
-        """Leave the nodes to the reaper, which destroys them on its next look.
+        """Leave the nodes to the reaper, which destroys them on its next round.
 
         Takes a few seconds, and may be repeated. From now on no thread starts a change: terraform refuses to start,
         pauses end, and every step raises LeaseLostError. The lease is put down once no terraform runs, because the next
@@ -200,50 +200,50 @@ class LeasedNodes:
             return
         self._closing.set()
         ended = self._nodes.terraform.stop(_STOP_S)
-        self._seen(self._hosts)
-        self._let_go(lambda: self._held.put_down(keep=False, at_once=ended))
+        self._set_hosts(self._hosts)
+        self._give_up_lease(lambda: self._held.put_down(keep=False, at_once=ended))
 
     def spent(self) -> Meter:
         """Cost of the nodes so far, including earlier processes of the run."""
         with self._metering:
             self._observe()
-            return Meter({}, self._meter.noted())
+            return Meter({}, self._meter.state())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _changed(self, plan: Callable[[], Plan], on_plan: Show) -> list[Host]:
         def change() -> list[Host]:
-            self._settle()
+            self._clean_up()
             planned = plan()
             on_plan(planned)
             self._apply(planned)  # even without changes: the outputs may differ
             return self._nodes.hosts()
 
         with self._changing:
-            return self._seen(self._tried(change))
+            return self._set_hosts(self._with_retries(change))
 
     def _end(self, on_plan: Show) -> None:
-        self._settle(ending=True)
+        self._clean_up(ending=True)
         there = {found.id for found in self._cloud.found(self.run)}
-        self._seen([host for host in self._nodes.hosts() if host.id in there])
+        self._set_hosts([host for host in self._nodes.hosts() if host.id in there])
         planned = self._nodes.plan_end()
         on_plan(planned)
         self._apply(planned)  # even if nothing is left: the state may still list resources
-        self._seen([])
+        self._set_hosts([])
         self._cloud.end(self._cloud.found(self.run), self._confirm)
-        left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
+        left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.resources())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
-            raise LeftError(f"run {self.run}: could not delete {', '.join(left)}")
+            raise LeftoverError(f"run {self.run}: could not delete {', '.join(left)}")
 
     def _apply(self, plan: Plan) -> None:
         self.check()
         self._held.renew()
-        self._touched = True
+        self._may_have_nodes = True
         self._nodes.terraform.apply(plan)
 
-    def _tried(self, change: Callable[[], T]) -> T:
-        return tried(self.run, lambda: self._once(change), self._log, self._closing.wait)
+    def _with_retries(self, change: Callable[[], T]) -> T:
+        return with_retries(self.run, lambda: self._once(change), self._log, self._closing.wait)
 
     def _once(self, change: Callable[[], T]) -> T:
         self.check()
@@ -254,7 +254,7 @@ class LeasedNodes:
             self.check()  # the lost lease may be the reason
             raise
 
-    def _settle(self, *, ending: bool = False) -> None:
+    def _clean_up(self, *, ending: bool = False) -> None:
         """Clean up after an earlier holder or a failure.
 
         After a failed terraform the lease is renewed as if taken now. Then the lock that terraform left is older than
@@ -264,8 +264,8 @@ class LeasedNodes:
         self._failed = False
         self._unlock()
         if found := self._cloud.found(self.run):
-            held = set() if begun else self._nodes.terraform.held()
-            if strays := [each for each in found if each.key not in held]:
+            in_state = set() if begun else self._nodes.terraform.resources()
+            if strays := [each for each in found if each.key not in in_state]:
                 why = "leftovers of an unfinished destruction" if begun else "resources that Terraform's state lacks"
                 self._log(f"run {self.run}: deleting {why}: {', '.join(map(str, strays))}")
                 self._cloud.end(strays, self._confirm)
@@ -278,7 +278,7 @@ class LeasedNodes:
 
     def _unlock(self) -> None:
         """Remove an old lock of Terraform's state by its id, so that a newer lock stays.
-        Terraform looks and deletes in two steps, so a lock taken between them is lost."""
+        Terraform checks and deletes in two steps, so a lock taken between them is lost."""
         lock = self._lock()
         if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return
@@ -295,7 +295,7 @@ class LeasedNodes:
             return json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
         return None
 
-    def _seen(self, hosts: list[Host]) -> list[Host]:
+    def _set_hosts(self, hosts: list[Host]) -> list[Host]:
         with self._metering:
             self._observe()
             self._hosts = hosts
@@ -304,7 +304,7 @@ class LeasedNodes:
 
     def _observe(self) -> None:
         self._meter.observe(self._hosts, self._leases.clock.wall())
-        self._held.note(self._meter.noted())
+        self._held.note(self._meter.state())
 
     def _lost(self, reason: str) -> None:
         self._nodes.terraform.extend()  # remaining_s is 0 now, so the guard ends terraform
@@ -314,14 +314,14 @@ class LeasedNodes:
         """Give back, put down or hand over a lease that is still held when the context is left."""
         if self._over or self._held.lost is not None:
             return
-        if not self._touched:
-            self._let_go(self._held.release)
+        if not self._may_have_nodes:
+            self._give_up_lease(self._held.release)
         elif self._by != "flow":
-            self._let_go(self._held.put_down)
+            self._give_up_lease(self._held.put_down)
         elif kind is not None and not issubclass(kind, Exception):
             self.hand_over()
 
-    def _let_go(self, how: Callable[[], None]) -> None:
+    def _give_up_lease(self, how: Callable[[], None]) -> None:
         try:
             how()
             self._over = True
@@ -329,11 +329,11 @@ class LeasedNodes:
             self._log(f"run {self.run}: could not give up the lease of its nodes: {error}")
 
 
-class LeftError(ProvisionError):
+class LeftoverError(ProvisionError):
     """A resource of a run still exists, or is still listed, after its deletion."""
 
 
-def tried(
+def with_retries(
     run: str, change: Callable[[], T], log: Callable[[str], None], pause: Callable[[float], object] = time.sleep
 ) -> T:
     """Return the result of `change`. Repeat it up to three times if it fails with a transient error."""
@@ -341,18 +341,18 @@ def tried(
         try:
             return change()
         except (ProvisionError, StorageError) as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
             log(f"run {run}: retrying in {pause_s:g} s: {error}")
             pause(pause_s)
     return change()
 
 
-def passes(error: ProvisionError | StorageError) -> bool:
+def is_transient(error: ProvisionError | StorageError) -> bool:
     """Whether an error is transient: the same call may succeed a little later."""
-    if isinstance(error, KilledError | LockedError | LeftError | StorageError):
+    if isinstance(error, KilledError | LockedError | LeftoverError | StorageError):
         return True
-    return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
+    return bool(_TRANSIENT.search(str(error))) and not _PERMANENT.search(str(error))
 
 
 def cloud_of(foundation: Mapping[str, Any]) -> Aws:

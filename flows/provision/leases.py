@@ -1,9 +1,9 @@
 """Leases: which process may change a run's nodes, and how long nodes may live without an owner.
 
 A lease is one object per run in the store, `terraform/leases/RUN.json`. Nodes can't reach it. Every write is a
-compare-and-swap (`Storage.put_over`): exactly one claimant wins, and a former holder learns of its loss at its next
-write. A holder therefore writes before it changes nodes. The lease holds everything needed to destroy the nodes without
-their creator. A returned lease is an empty object, which records that the run existed.
+compare-and-swap (`Storage.put_if_unchanged`): exactly one claimant wins, and a former holder learns of its loss at its
+next write. A holder therefore writes before it changes nodes. The lease holds everything needed to destroy the nodes
+without their creator. A returned lease is an empty object, which records that the run existed.
 
 Clocks: a lease names its end by the wall clock of its holder, who renews it after every third of its length. The holder
 counts from before its request, by a clock that runs while the machine sleeps. At the end it stops, and guard.py stops
@@ -29,20 +29,20 @@ from typing import Annotated, Any, Literal, TypedDict
 import msgspec
 
 from areal_core.errors import ProvisionError, StorageError
-from areal_core.storage.lease import LeaseLostError, Marked
+from areal_core.storage.lease import CasObject, LeaseLostError
 from areal_core.storage.objects import Storage
 
-By = Literal["flow", "command", "reaper"]
+HolderKind = Literal["flow", "command", "reaper"]
 Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 
 MARGIN_S = 60.0  # largest difference of two machines' wall clocks
 ROOT = "terraform/leases"
-_LOOK_S = 2.0  # interval of reads while waiting for a lease
+_POLL_S = 2.0  # interval of reads while waiting for a lease
 _UNREADABLE = (ValueError, RecursionError)  # includes msgspec's errors
 _log = logging.getLogger(__name__)
 
 
-class HeldError(ProvisionError):
+class LeaseHeldError(ProvisionError):
     """Another process holds the lease."""
 
 
@@ -60,12 +60,12 @@ class Claimant:
     """A process that wants a lease."""
 
     owner: str  # the person who owns the nodes
-    by: By
+    by: HolderKind
     where: str  # the folder whose lock the claimant has, so an earlier holder there is dead
     holder: str = field(default_factory=lambda: secrets.token_hex(16))  # unique
 
 
-class Spent(TypedDict, total=False):
+class MeterState(TypedDict, total=False):
     """State of a cost meter (cost.py)."""
 
     prices: dict[str, Number]
@@ -77,7 +77,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     owner: str
-    by: By
+    by: HolderKind
     where: str
     holder: str
     beat: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # number of writes
@@ -87,7 +87,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     ending: bool = False  # a process has begun to destroy the nodes, and its last call may still come
     root: str = "run"  # the root module of infra/terraform
     request: dict[str, Any] | None = None  # all variables of `root`; None: unknown
-    spent: Spent = {}  # cost of the nodes so far
+    spent: MeterState = {}  # cost of the nodes so far
 
     @property
     def expires_at(self) -> float:
@@ -117,21 +117,21 @@ class Leases:
         request: Mapping[str, Any] | None,
         kept_until: float | None = None,
         patience_s: float = 0.0,
-    ) -> Held:
+    ) -> HeldLease:
         """Take a run's lease if it is new, over, put down, or held by an earlier process in the same place.
 
         A lease that another process holds is waited for, up to `patience_s`, unless its holder renews it meanwhile. A
-        reaper gets only leases that are over, and keeps the `request` in them. Raises HeldError if the lease can't be
-        had."""
+        reaper gets only leases that are over, and keeps the `request` in them. Raises LeaseHeldError if the lease can't
+        be had."""
         waits_since, first = self.clock.passed(), None
         while True:
-            found, mark = self._read(run)
+            found, etag = self._read(run)
             if found and (refusal := self._refusal(found, claimant)):
                 first = first or found
                 lives = found.by != "reaper" and found.beat != first.beat  # a reaper ends soon
                 if lives or claimant.by == "reaper" or self.clock.passed() - waits_since >= patience_s:
-                    raise HeldError(refusal)
-                self.clock.sleep(_LOOK_S)
+                    raise LeaseHeldError(refusal)
+                self.clock.sleep(_POLL_S)
                 continue
             began, now = self.clock.passed(), self.clock.wall()
             lease = Lease(
@@ -148,7 +148,7 @@ class Leases:
                 request=dict(request) if request is not None else found and found.request,
                 spent=found.spent if found else {},
             )
-            held = Held(self, lease, mark, length_s, began, fresh=found is None)
+            held = HeldLease(self, lease, etag, length_s, began, fresh=found is None)
             if held.write(lease):  # otherwise another claimant was faster
                 return held
 
@@ -192,10 +192,10 @@ class Leases:
         return None
 
     def _read(self, run: str) -> tuple[Lease | None, str | None]:
-        """The lease and its mark for the next compare-and-swap."""
-        data, mark = Marked(self.storage, name_of(run)).read()
+        """The lease and its ETag for the next compare-and-swap."""
+        data, etag = CasObject(self.storage, name_of(run)).read()
         if not data:
-            return None, mark
+            return None, etag
         try:
             lease = msgspec.json.decode(data, type=Lease)
             if lease.run != run:
@@ -204,16 +204,16 @@ class Leases:
             _log.warning("%s/%s: damaged lease, treated as expired: %s", self.storage.url, name_of(run), error)
             nobody: dict[str, Any] = {"owner": "-", "by": "command", "where": "-", "holder": "-"}
             lease = Lease(run=run, **nobody, beat=0, taken_at=0.0, held_until=None, ending=True)
-        return lease, mark
+        return lease, etag
 
 
-class Held:
+class HeldLease:
     """A lease held by this process. As a context manager it renews the lease in a thread. Thread-safe.
 
     Raises StorageError, and LeaseLostError once another process has the lease."""
 
     def __init__(
-        self, leases: Leases, lease: Lease, mark: str | None, length_s: float, began: float, *, fresh: bool
+        self, leases: Leases, lease: Lease, etag: str | None, length_s: float, began: float, *, fresh: bool
     ) -> None:
         """`began` is the elapsed time (`Clock.passed`) just before the request for the lease."""
         self.lease = lease
@@ -221,7 +221,7 @@ class Held:
         self.lost: str | None = None  # reason of the loss
         self._over: str | None = None  # "put down" or "given back"
         self._spent: Mapping[str, Any] = lease.spent
-        self._leases, self._mark, self._length_s, self._began = leases, mark, length_s, began
+        self._leases, self._etag, self._length_s, self._began = leases, etag, length_s, began
         self._writing = threading.RLock()
         self._ended = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -278,7 +278,7 @@ class Held:
                 raise self._is_lost()
             self._over = "given back"
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldLease:
         self._renewing = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._renewing.start()
         return self
@@ -293,10 +293,10 @@ class Held:
         """Write over this holder's last read or write, and return whether the lease is ours.
         None gives the lease back."""
         data = msgspec.json.encode(lease) if lease else b""
-        mark = Marked(self._leases.storage, name_of(self.lease.run)).write(data, self._mark, self._is_ours)
-        if mark is None:
+        etag = CasObject(self._leases.storage, name_of(self.lease.run)).write(data, self._etag, self._is_ours)
+        if etag is None:
             return False
-        self._mark = mark
+        self._etag = etag
         if lease:
             self.lease = lease
         return True

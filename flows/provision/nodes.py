@@ -41,7 +41,7 @@ class Nodes:
         Prefect address. `state` is the state folder of this checkout. `busy_s` is the longest wait for another process
         on this machine that works on the nodes, including a terraform whose parent has died. `options` are those of
         Terraform."""
-        self.variables = completed(request, control_outputs(state))
+        self.variables = with_defaults(request, control_outputs(state))
         self.run = str(self.variables["run"])
         self.folder = state / "provision" / self.run
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,13 +81,13 @@ class Nodes:
 def control_outputs(state: Path) -> dict[str, Any]:
     """Outputs of the root module `control`; empty if it was not applied from this checkout."""
     try:
-        told = json.loads((state / "control" / "terraform.tfstate").read_text())["outputs"]
+        outputs = json.loads((state / "control" / "terraform.tfstate").read_text())["outputs"]
     except FileNotFoundError:
         return {}
-    return {name: output["value"] for name, output in told.items()}
+    return {name: output["value"] for name, output in outputs.items()}
 
 
-def completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[str, Any]:
     """All variables of the root module `run`. Raises ConfigError."""
     variables = dict(request)
     if not variables.get("run"):
@@ -110,7 +110,7 @@ NODE = "aws_instance"  # kind of a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CloudResource:
     """A cloud resource of a run."""
 
     kind: str  # Terraform's resource type, such as aws_instance
@@ -118,7 +118,7 @@ class Found:
     run: str
     role: str | None = None  # role of a node
     since: float | None = None  # creation time, in seconds since 1970; None: unknown
-    near: bool = False  # in the VPC that `control` made; an account may have several stores
+    own_vpc: bool = False  # in the VPC that `control` made; an account may have several stores
 
     @property
     def key(self) -> tuple[str, str]:

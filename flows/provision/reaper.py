@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from areal_core.errors import ArealError
 from areal_core.storage.objects import Storage
 from flows.provision.cost import Meter
-from flows.provision.leased import LeftError, cloud_of, tried
-from flows.provision.leases import Claimant, Held, HeldError, Lease, Leases
-from flows.provision.nodes import NODE, Found, control_outputs
+from flows.provision.leased import LeftoverError, cloud_of, with_retries
+from flows.provision.leases import Claimant, HeldLease, Lease, LeaseHeldError, Leases
+from flows.provision.nodes import NODE, CloudResource, control_outputs
 
 if TYPE_CHECKING:
     from flows.provision.aws import Aws
@@ -37,7 +37,7 @@ _STORE_S = 30.0  # patience with the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reaped:
+class ReapResult:
     """Result of reaping one run."""
 
     run: str
@@ -87,25 +87,25 @@ class Reaper:
         self._leases, self._state, self._cloud_of, self._foundation = leases, state, cloud_of, foundation
         self._length_s, self._young_s, self._forget, self._log = length_s, young_s, forget, log
 
-    def reap(self) -> list[Reaped]:
+    def reap(self) -> list[ReapResult]:
         """Destroy all nodes that are due.
         Failures are logged and returned, not raised. Raises StorageError if the leases can't be listed."""
         with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
             each = list(threads.map(self._reap, sorted(self._leases.live())))
         return [one for one in (*each, *self._sweep()) if one is not None]
 
-    def _reap(self, run: str) -> Reaped | None:
+    def _reap(self, run: str) -> ReapResult | None:
         """Destroy the nodes of a run if its lease is over; None if there is nothing to do."""
         try:
             lease = self._leases.read(run)
         except ArealError as error:
-            return self._told(Reaped(run=run, failed=str(error)))
+            return self._logged(ReapResult(run=run, failed=str(error)))
         if lease is None or not self._leases.is_over(lease):
             return None
         since = lease.expires if lease.expires_at else "no holder"
-        return self._end(Reaped(run=run, owner=lease.owner, over_since=since))
+        return self._end(ReapResult(run=run, owner=lease.owner, over_since=since))
 
-    def _end(self, known: Reaped) -> Reaped | None:
+    def _end(self, known: ReapResult) -> ReapResult | None:
         """Destroy the nodes of a run, and complete `known` with the result.
         None if another process was faster."""
         run = known.run
@@ -113,33 +113,33 @@ class Reaper:
             claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")
             with self._leases.acquire(run, claimant, self._length_s, request=None) as held:
                 cloud = self._cloud_of(_foundation(held.lease, self._foundation))
-                found, meter = set[Found](), Meter({}, held.lease.spent)
-                tried(run, partial(self._end_found, cloud, held, found, meter), self._log)
+                found, meter = set[CloudResource](), Meter({}, held.lease.spent)
+                with_retries(run, partial(self._end_found, cloud, held, found, meter), self._log)
                 held.confirm()
                 self._forget(run)
                 held.release()
-        except HeldError as error:
+        except LeaseHeldError as error:
             self._log(f"run {run}: skipped, as another process was faster: {error}")
             return None
         except ArealError as error:
-            return self._told(replace(known, failed=str(error)))
+            return self._logged(replace(known, failed=str(error)))
         counts = sorted(Counter(each.kind for each in found).items())
         ended = ", ".join(f"{count} {kind}" for kind, count in counts) or "nothing (no resource was left)"
-        return self._told(replace(known, ended=ended, cost=_cost(meter)))
+        return self._logged(replace(known, ended=ended, cost=_cost(meter)))
 
-    def _end_found(self, cloud: Aws, held: Held, found: set[Found], meter: Meter) -> None:
-        """Delete the run's cloud resources, and add them to `found` and `meter`. Raises LeftError."""
+    def _end_found(self, cloud: Aws, held: HeldLease, found: set[CloudResource], meter: Meter) -> None:
+        """Delete the run's cloud resources, and add them to `found` and `meter`. Raises LeftoverError."""
         run = held.lease.run
         there = cloud.found(run)
         found.update(there)
         meter.observe((each for each in there if each.kind == NODE), self._leases.clock.wall())
         cloud.end(there, held.confirm)
         if left := cloud.found(run):
-            raise LeftError(f"run {run}: could not delete {', '.join(map(str, left))}")
+            raise LeftoverError(f"run {run}: could not delete {', '.join(map(str, left))}")
 
     # -- the sweep -----------------------------------------------------------------------------------------------------
 
-    def _sweep(self) -> Iterator[Reaped | None]:
+    def _sweep(self) -> Iterator[ReapResult | None]:
         """Destroy resources of runs without a lease.
         Resources are listed before leases, so that every resource of a live run has its lease in the list."""
         try:
@@ -149,22 +149,22 @@ class Reaper:
             live = set(self._leases.live())
             known = set(self._leases.known())
         except ArealError as error:
-            yield self._told(Reaped(run="-", failed=f"could not search for resources without a lease: {error}"))
+            yield self._logged(ReapResult(run="-", failed=f"could not search for resources without a lease: {error}"))
             return
         for run in sorted({each.run for each in found} - live):
             its = [each for each in found if each.run == run]
-            is_ours = run in known or any(each.near for each in its)  # an account may have several stores
+            is_ours = run in known or any(each.own_vpc for each in its)  # an account may have several stores
             youngest = max((each.since for each in its if each.since is not None), default=0.0)
             if is_ours and self._leases.clock.wall() - youngest >= self._young_s:
-                yield self._end(Reaped(run=run, over_since="no lease"))
+                yield self._end(ReapResult(run=run, over_since="no lease"))
 
-    def _told(self, reaped: Reaped) -> Reaped:
+    def _logged(self, reaped: ReapResult) -> ReapResult:
         self._log(str(reaped))
         return reaped
 
 
 def _cost(meter: Meter) -> str:
-    if not meter.noted()["nodes"]:
+    if not meter.state()["nodes"]:
         return "-"
     dollars = meter.dollars()
     return "unknown" if dollars is None else f"${dollars:.2f}"

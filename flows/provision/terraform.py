@@ -34,7 +34,7 @@ BINARY = "AREAL_TERRAFORM"  # the program to run in place of terraform
 
 Action = Literal["create", "update", "replace", "delete"]
 
-_TOLD = ("apply_start", "apply_complete", "apply_errored")  # message types to log
+_LOGGED_TYPES = ("apply_start", "apply_complete", "apply_errored")  # message types to log
 _RULE = "This was checked by the validation rule"  # end of the detail of a variable's error
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _MACHINE = ("-input=false", "-json")
@@ -103,8 +103,8 @@ class Terraform:
         self._root = folder / "copy" / root
         self._lock = "-lock=false" if lock_timeout_s is None else f"-lock-timeout={lock_timeout_s}s"
         self._remaining_s, self._grace_s, self._stop_s, self._keep = remaining_s, grace_s, stop_s, keep
-        self._right: int | None = None  # write end of the running guard's pipe
-        self._telling = threading.Condition()
+        self._deadline_pipe: int | None = None  # write end of the running guard's pipe
+        self._condition = threading.Condition()
         self._stop_at = math.inf  # in seconds of CLOCK_BOOTTIME
 
     def init(self) -> None:
@@ -135,7 +135,7 @@ class Terraform:
         """Apply a plan. A plan that has become stale raises ProvisionError and changes nothing."""
         self._call("apply", *_MACHINE, self._lock, str(plan.path))
 
-    def held(self) -> set[tuple[str, str]]:
+    def resources(self) -> set[tuple[str, str]]:
         """Type and id of every resource in the state."""
         pulled = self._output("state", "pull").strip()  # `show` would load the provider's schema, for seconds
         state = json.loads(pulled) if pulled else {"resources": []}
@@ -153,9 +153,9 @@ class Terraform:
 
     def extend(self) -> None:
         """Let a running command continue for `remaining_s` from now."""
-        with self._telling:
-            if self._right is not None:
-                self._tell(self._right)
+        with self._condition:
+            if self._deadline_pipe is not None:
+                self._send_deadline(self._deadline_pipe)
 
     def outputs(self) -> dict[str, Any]:
         """Outputs of the root module; empty before the first apply."""
@@ -173,18 +173,18 @@ class Terraform:
         """End a running command within `within_s` seconds and refuse new ones.
         Return whether none is running."""
         self._ask(within_s)
-        with self._telling:
-            return self._telling.wait_for(lambda: self._right is None, within_s + _LATE_S)
+        with self._condition:
+            return self._condition.wait_for(lambda: self._deadline_pipe is None, within_s + _LATE_S)
 
     def _ask(self, within_s: float) -> None:
-        with self._telling:
+        with self._condition:
             self._stop_at = time.clock_gettime(time.CLOCK_BOOTTIME) + within_s
             self.extend()
 
     def _call(self, *arguments: str) -> list[dict[str, Any]]:
         """Run a command under the guard and return its JSON messages."""
         command = " ".join(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-        told: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         errors: list[str] = []
         other: list[str] = []
         with self._started(arguments) as running:
@@ -195,8 +195,8 @@ class Terraform:
                     if said is None:
                         other.append(line)
                         continue
-                    told.append(said)
-                    if said.get("type") in _TOLD and said.get("hook", {}).get("action") != "read":
+                    messages.append(said)
+                    if said.get("type") in _LOGGED_TYPES and said.get("hook", {}).get("action") != "read":
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
@@ -211,21 +211,21 @@ class Terraform:
         if running.returncode:
             reason = "; ".join(dict.fromkeys(errors)) or " ".join("".join(other).split()[-60:])
             raise _failure(command, running.returncode, reason)
-        return told
+        return messages
 
     @contextlib.contextmanager
     def _started(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-        told, right = os.pipe()
-        os.set_blocking(right, False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
         try:
-            with self._telling:
+            with self._condition:
                 if self._stop_at < math.inf:
                     raise ProvisionError(
                         f"terraform {arguments[0]}: not started, as the nodes are being handed over to the reaper"
                     )
-                self._tell(right)
+                self._send_deadline(write_end)
                 process = subprocess.Popen(
-                    [*_GUARD, str(told), str(self._grace_s), self._binary, *arguments],
+                    [*_GUARD, str(read_end), str(self._grace_s), self._binary, *arguments],
                     cwd=self._root,
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
@@ -233,23 +233,23 @@ class Terraform:
                     stderr=subprocess.STDOUT,
                     text=True,
                     start_new_session=True,  # or Ctrl-C would be its second signal, which means "at once"
-                    pass_fds=(told, *self._keep),
+                    pass_fds=(read_end, *self._keep),
                 )
-                self._right = right
+                self._deadline_pipe = write_end
             with process as running:
                 yield running
         finally:
-            os.close(told)
-            with self._telling:
-                self._right = None
-                os.close(right)
-                self._telling.notify_all()
+            os.close(read_end)
+            with self._condition:
+                self._deadline_pipe = None
+                os.close(write_end)
+                self._condition.notify_all()
 
-    def _tell(self, right: int) -> None:
+    def _send_deadline(self, write_end: int) -> None:
         end = min(time.clock_gettime(time.CLOCK_BOOTTIME) + self._remaining_s(), self._stop_at)
         if end < math.inf:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard has ended or is suspended
-                os.write(right, f"{end}\n".encode())
+                os.write(write_end, f"{end}\n".encode())
 
     @property
     def _environment(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
-from areal_core.storage.patience import Clock, Patience
+from areal_core.storage.patience import Clock, RetryPolicy
 from tests.faults.checker import Outcome
 from tests.support.memory_store import MemoryStore
 
@@ -109,7 +109,7 @@ class _Run:
         self._files = FaultyStore(self._chance, self.result.faults, probability=probability)
         # Pauses between two tries take no time; a burst of failures may outlast the patience.
         clock = Clock(self._files.clock, self._files.sleep)
-        patience = Patience(self._chance.choice((0.0, 1.0, 60.0)), clock, quiet=True)
+        patience = RetryPolicy(self._chance.choice((0.0, 1.0, 60.0)), clock, quiet=True)
         self._store = Storage(self._files, "store", "s3://bucket/run", patience)
         self._committed: list[int] = []  # those that a caller was told of, and that were not pruned
         self._freed = 0  # payloads up to this step

@@ -24,7 +24,7 @@ from areal_core.api.access import authorization
 from areal_core.api.controller_client import ControllerClient
 from areal_core.controller.core.ledger import TrajectoryLedger
 from areal_core.controller.routes import Routes
-from areal_core.run.remote.files import Files
+from areal_core.run.remote.files import DataServer
 from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
@@ -98,7 +98,7 @@ def token(run: Launched) -> dict[str, str]:
     return authorization(run.run.token())
 
 
-def routes(service: type[Routes | Files]) -> list[tuple[str, str]]:
+def routes(service: type[Routes | DataServer]) -> list[tuple[str, str]]:
     async def listed() -> list[tuple[str, str]]:
         app: web.Application = service(MagicMock()).app()
         return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
@@ -139,7 +139,7 @@ def test_services_refuse_requests_without_the_token(run: Launched, headers: dict
     values["{segment}"] = "000001-000001"
     asked = {
         "controller": [*routes(Routes), ("GET", "/unknown"), ("OPTIONS", "/versions")],
-        "files": [*routes(Files), ("GET", "/unknown"), ("PUT", "/run")],
+        "files": [*routes(DataServer), ("GET", "/unknown"), ("PUT", "/run")],
         "generation": [("GET", "/health"), ("POST", "/pause")],
         stager(run): [("POST", "/stage"), ("GET", "/stage"), ("GET", "/unknown")],
     }
@@ -179,7 +179,7 @@ def test_no_request_ends_a_service_or_makes_files(run: Launched, service: str) -
     before = files(run)
     pid = None if service == "stager" else run.pid(service)
     where = stager(run) if service == "stager" else service
-    known = {"controller": routes(Routes), "files": routes(Files), "stager": [("POST", "/stage")]}[service]
+    known = {"controller": routes(Routes), "files": routes(DataServer), "stager": [("POST", "/stage")]}[service]
 
     @FUZZED
     @given(

@@ -52,7 +52,7 @@ def verify(task, text):
 
 def rewards(check):
     """The single-turn environment with a verifier, in this process."""
-    return RewardsHere(open_environment(CONFIG, TOKENIZER, instead=lambda _: check), CONFIG)
+    return RewardsHere(open_environment(CONFIG, TOKENIZER, replacement=lambda _: check), CONFIG)
 
 
 def collect(file, urls, *, completions=16, check=verify, until=None):

@@ -60,7 +60,7 @@ from areal_core.launch import process
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.outbox import Outbox
 role, index, run, plan = sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])), json.loads(sys.argv[4])
-process.adopt(run.ready_file(role, index))
+process.tie_to_parent(run.ready_file(role, index))
 trained, joined = run.root / "trained", run.root / "joined"
 
 def wait_for(condition):

@@ -10,9 +10,8 @@ import pytest
 PATIENCE_S = 120.0
 
 # A parent that starts a child, which is tied to it and then sleeps; the parent prints the child's pid once it is tied.
-CHILD = (
-    "from areal_core.launch import process; process.adopt(); print('tied', flush=True); import time; time.sleep(600)"
-)
+CHILD = """from areal_core.launch import process; process.tie_to_parent()
+print('tied', flush=True); import time; time.sleep(600)"""
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, start_new_session=True)
@@ -56,7 +55,7 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_threads_of_torch_abort_no_process_that_ends() -> None:
-    child = ended(f"{IN_NATIVE_CODE}\nprocess.end_with(main)")
+    child = ended(f"{IN_NATIVE_CODE}\nprocess.run_and_exit(main)")
     assert (child.returncode, child.stdout, child.stderr) == (3, "done\n", "")
 
 
@@ -70,6 +69,6 @@ def test_threads_of_torch_abort_no_process_that_ends() -> None:
 )
 def test_end_with_keeps_the_exit_status_and_what_was_said(body: str, status: int, said: str) -> None:
     code = f"import atexit; from areal_core.launch import process; atexit.register(print, 'end')\ndef main(): {body}\n"
-    child = ended(f"{code}process.end_with(main)")
+    child = ended(f"{code}process.run_and_exit(main)")
     assert (child.returncode, child.stdout) == (status, "end\n")
     assert said in child.stderr

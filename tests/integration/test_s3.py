@@ -22,7 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from areal_core.storage.bucket import PART_BYTES
 from areal_core.storage.objects import Storage
-from areal_core.storage.patience import Patience
+from areal_core.storage.patience import RetryPolicy
 from tests.support.virtual import VirtualClock
 
 _ANSWER_S = 60.0
@@ -155,7 +155,7 @@ def store(opened: Storage, time: VirtualClock, caplog: pytest.LogCaptureFixture)
     """An empty one, whose patience is in virtual time."""
     caplog.set_level(logging.INFO, "areal_core.storage.patience")
     name = uuid.uuid4().hex
-    return Storage(opened._kind, f"{opened._root}/{name}", f"{opened.url}/{name}", Patience(1800.0, time.clock))
+    return Storage(opened._kind, f"{opened._root}/{name}", f"{opened.url}/{name}", RetryPolicy(1800.0, time.clock))
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

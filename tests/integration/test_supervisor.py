@@ -26,7 +26,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from areal_core.launch import process
 ready, scratch = Path(sys.argv[1]), Path(sys.argv[2])
-process.adopt(ready)
+process.tie_to_parent(ready)
 """
 READY = ADOPT + "process.announce_ready(ready, 'http://127.0.0.1:7');"
 SERVE = READY + "time.sleep(600)"
@@ -322,7 +322,7 @@ work()
             id="stopped",
         ),
         pytest.param(
-            "heartbeat.say('step 3: training'); time.sleep(600)",
+            "heartbeat.report('step 3: training'); time.sleep(600)",
             r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training for \d+ s; "
             r"its stacks are in .*role-0.log: killed",
             id="no-progress",

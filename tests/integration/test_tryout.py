@@ -16,6 +16,6 @@ def test_a_verifier_that_accepts_everything_is_named(tmp_path: Path) -> None:
     assert report.result.page.exists()
     assert report.result.records[0].prompt
     assert (report.figures.groups, report.figures.rollouts) == (2, 2 * config.algorithm.group_size)
-    [(hopeless, problem)] = report.problems
-    assert hopeless
+    [(fatal, problem)] = report.problems
+    assert fatal
     assert problem.startswith("environment.verifier: all rewards are equal in 100% of groups, and 100% of the rollouts")

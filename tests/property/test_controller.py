@@ -341,7 +341,7 @@ def test_an_incarnation_starts_running_groups_again(damaged):
                 await asyncio.sleep(0.5)
             flying = {group.group_id for group in ledger.inflight()}
             if damaged:
-                controller.lose(manifest.groups[0].group_id)
+                controller.drop_damaged(manifest.groups[0].group_id)
             else:
                 controller.publish(PolicyVersion(version=1, path="v1", digest="other"))
             await asyncio.sleep(5.0)

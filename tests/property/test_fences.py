@@ -19,7 +19,7 @@ from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.lease import Lease, LeaseLostError
 from areal_core.storage.objects import Storage
-from areal_core.storage.patience import Patience
+from areal_core.storage.patience import RetryPolicy
 from tests.support.memory_store import MemoryStore
 
 TTL_S = 1.0  # a few looks at a lease that is waited for: each is a call before which an actor is stopped
@@ -46,7 +46,7 @@ class Actor:
 
     def live(self) -> None:
         (self.folder / self.where).mkdir(exist_ok=True)
-        store = Storage(self.files, "run", "memory://run", Patience(0.0))
+        store = Storage(self.files, "run", "memory://run", RetryPolicy(0.0))
         lease = Lease(store, self.where, ttl_s=TTL_S, clock=self.files.clock, sleep=self.files.sleep)
         number = self.number = lease.acquire(above=lambda: checkpoint.highest_number(store))
         if self.frees:

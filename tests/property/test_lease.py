@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from areal_core.errors import ProcessError, StorageError
 from areal_core.storage.lease import NAME, Claim, Lease, LeaseLostError
 from areal_core.storage.objects import Storage
-from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Leases
+from flows.provision.leases import Claimant, Clock, HeldLease, HolderKind, LeaseHeldError, Leases
 from tests.support.turns import Turns, TurnStorage
 
 TTL_S = 30.0
@@ -142,14 +142,14 @@ def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(a
 
 
 def test_an_answer_that_is_lost_costs_nothing(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = alone.storage.put_over
+    put = alone.storage.put_if_unchanged
 
     def unanswered(name: str, data: bytes, mark: str | None) -> str:
         put(name, data, mark)
         return put(name, data, mark)  # as it is tried again
 
     with monkeypatch.context() as patched:
-        patched.setattr(alone.storage, "put_over", unanswered)
+        patched.setattr(alone.storage, "put_if_unchanged", unanswered)
         lease = alone.lease("a")
         assert lease.acquire() == 1
         lease.renew()
@@ -171,7 +171,7 @@ class UnsureStorage(TurnStorage):
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation = super().__getattr__(name)
-        if name != "put_over":
+        if name != "put_if_unchanged":
             return operation
 
         def unsure(*arguments: Any) -> Any:
@@ -190,7 +190,7 @@ class UnsureStorage(TurnStorage):
 def test_whoever_may_change_nodes_is_alone(seed: int, owners: int, reapers: int) -> None:
     rng = random.Random(seed)
     turns = Turns(rng)
-    holding: dict[str, Held] = {}  # those who have not learnt that they have it no more, the dead among them
+    holding: dict[str, HeldLease] = {}  # those who have not learnt that they have it no more, the dead among them
     given_back: set[str] = set()  # holders
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.open(folder)
@@ -199,7 +199,7 @@ def test_whoever_may_change_nodes_is_alone(seed: int, owners: int, reapers: int)
             right = {other: held.remaining_s() for other, held in holding.items() if other != me}
             assert max(right.values(), default=0.0) <= 0.0, f"{me} beside {right}"
 
-        def part(by: By) -> None:
+        def part(by: HolderKind) -> None:
             me = threading.current_thread().name
             skew_s = rng.uniform(-MARGIN_S / 2, MARGIN_S / 2)
             clock = Clock(wall=lambda: 1e9 + turns.now + skew_s, passed=lambda: turns.now, sleep=turns.take)
@@ -211,7 +211,7 @@ def test_whoever_may_change_nodes_is_alone(seed: int, owners: int, reapers: int)
                 patience_s = rng.choice((0.0, LENGTH_S + MARGIN_S)) if by == "flow" else 0.0
                 try:
                     held = leases.acquire(RUN, claimant, LENGTH_S, request={}, patience_s=patience_s)
-                except (HeldError, StorageError):
+                except (LeaseHeldError, StorageError):
                     continue
                 holding[me] = held
                 alone(me)

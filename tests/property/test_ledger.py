@@ -73,7 +73,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.inflight)
     @rule(data=st.data(), tokens=st.integers(0, 50))
     def fail(self, data: st.DataObject, tokens: int) -> None:
-        self.ledger.failed_try(data.draw(st.sampled_from(sorted(self.inflight))), Tally(tokens=tokens))
+        self.ledger.count_failed_attempt(data.draw(st.sampled_from(sorted(self.inflight))), Tally(tokens=tokens))
         self.generated += tokens
         self.dropped += tokens
 
@@ -124,7 +124,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def fold(self) -> None:
-        while self.ledger.fold():
+        while self.ledger.prune():
             pass
         rows = self.ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
         kept = len(self.batches) - max(0, self.forgotten - 1)

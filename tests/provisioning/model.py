@@ -20,8 +20,8 @@ from areal_core.errors import ArealError, ProcessError, ProvisionError, StorageE
 from areal_core.storage.objects import ChangedError, MissingError
 from flows.provision import leased
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import Claimant, Clock, Held, Leases, name_of
-from flows.provision.nodes import Found, Host
+from flows.provision.leases import Claimant, Clock, HeldLease, Leases, name_of
+from flows.provision.nodes import CloudResource, Host
 from flows.provision.reaper import Reaper
 from flows.provision.terraform import Change, KilledError, LockedError, Plan
 
@@ -157,7 +157,7 @@ class _Leases(Leases):
         super().__init__(store, margin_s=MARGIN_S, clock=Clock(wall, lambda: world.now, world.pass_))
         self._world, self._me = world, me
 
-    def acquire(self, run: str, claimant: Claimant, *arguments: Any, **options: Any) -> Held:
+    def acquire(self, run: str, claimant: Claimant, *arguments: Any, **options: Any) -> HeldLease:
         self._world.holders[self._me] = claimant.holder
         return super().acquire(run, claimant, *arguments, **options)
 
@@ -170,7 +170,7 @@ class Store:
     def __init__(self, world: World, me: str) -> None:
         self._world, self._me = world, me
 
-    def get_marked(self, name: str) -> tuple[bytes, str]:
+    def get_with_etag(self, name: str) -> tuple[bytes, str]:
         def get() -> tuple[bytes, str]:
             if name not in self._world.objects:
                 raise MissingError(name)
@@ -179,14 +179,14 @@ class Store:
         return self._world.call(self._me, "store read", get)
 
     def get_bytes(self, name: str) -> bytes:
-        return self.get_marked(name)[0]
+        return self.get_with_etag(name)[0]
 
-    def put_over(self, name: str, data: bytes, mark: str | None) -> str:
+    def put_if_unchanged(self, name: str, data: bytes, etag: str | None) -> str:
         world = self._world
 
         def put() -> str:
             before = world.lease()
-            if world.objects.get(name, (b"", None))[1] != mark:
+            if world.objects.get(name, (b"", None))[1] != etag:
                 raise ChangedError(name)
             world.objects[name] = data, world.number()
             world.check_taken(before, self._me)
@@ -209,14 +209,14 @@ class Cloud:
     def __init__(self, world: World, me: str) -> None:
         self._world, self._me = world, me
 
-    def found(self, run: str | None = None) -> list[Found]:
-        def describe() -> list[Found]:
-            each = sorted(self._world.there.items())
-            return [Found(kind=kind, id=id_, run=RUN, role="trainer", since=at, near=True) for (kind, id_), at in each]
+    def found(self, run: str | None = None) -> list[CloudResource]:
+        def describe() -> list[CloudResource]:
+            each, fixed = sorted(self._world.there.items()), {"run": RUN, "role": "trainer", "own_vpc": True}
+            return [CloudResource(kind=kind, id=id_, since=at, **fixed) for (kind, id_), at in each]
 
         return self._world.call(self._me, "cloud describe", describe)
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
+    def end(self, found: Iterable[CloudResource], confirm: Callable[[], None]) -> None:
         for each in found:
             self._world.call(self._me, "cloud confirm", lambda: None)
             confirm()
@@ -251,7 +251,7 @@ class Nodes:
         self._stopped = True
         return True
 
-    def held(self) -> set[Key]:
+    def resources(self) -> set[Key]:
         return self._world.call(self._me, "terraform pull", lambda: set(self._world.state.values()))
 
     def hosts(self) -> list[Host]:

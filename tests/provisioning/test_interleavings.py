@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.errors import ArealError
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import Held, Leases
+from flows.provision.leases import HeldLease, Leases
 from tests.provisioning import campaign
 from tests.provisioning.model import INSTANCE, LEASE, LOCK, STATE, Key, World, in_memory, locked_by
 
@@ -155,8 +155,8 @@ def test_nothing_leaks_and_nothing_of_others_is_changed(tmp_path: Path) -> None:
     ("owner", "name", "instead"),
     [
         (Leases, "is_over", lambda *_: True),  # it steals
-        (Held, "remaining_s", lambda *_: 1.0),  # and runs on
-        (Held, "renew", lambda *_, **__: None),
+        (HeldLease, "remaining_s", lambda *_: 1.0),  # and runs on
+        (HeldLease, "renew", lambda *_, **__: None),
         (LeasedNodes, "_unlock", lambda *_: None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

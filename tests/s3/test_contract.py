@@ -55,7 +55,7 @@ def test_listings_and_ranges(store: Storage) -> None:
     for name in ("d/e/file", "d/b", "d.txt", "d e/+ü%"):
         store.put_bytes(name, name.encode())
     assert store.sizes("d") == {"d/b": 3, "d/e/file": 8}
-    assert store.changed("d").keys() == {"d/b", "d/e/file"}
+    assert store.write_times("d").keys() == {"d/b", "d/e/file"}
     assert list(store.list()) == sorted(("d/e/file", "d/b", "d.txt", "d e/+ü%"))
     assert list(store.child("d").list("e")) == ["e/file"]
     assert list(store.list("nothing")) == []
@@ -81,25 +81,25 @@ def test_a_big_file_goes_in_parts(store: Storage, tmp_path: Path, size: int) -> 
 
 @every_kind
 def test_an_object_is_put_over_the_one_that_was_read(store: Storage) -> None:
-    first = store.put_over("d/name", b"1", None)
+    first = store.put_if_unchanged("d/name", b"1", None)
     with pytest.raises(
         ChangedError, match=rf"^storage\.url: can't write {store.url}/d/name: another process has changed"
     ):
-        store.put_over("d/name", b"other", None)
-    assert store.get_marked("d/name") == (b"1", first)
-    second = store.put_over("d/name", b"2", first)
+        store.put_if_unchanged("d/name", b"other", None)
+    assert store.get_with_etag("d/name") == (b"1", first)
+    second = store.put_if_unchanged("d/name", b"2", first)
     assert second != first
     with pytest.raises(ChangedError):
-        store.put_over("d/name", b"other", first)
-    assert store.get_marked("d/name") == (b"2", second)
+        store.put_if_unchanged("d/name", b"other", first)
+    assert store.get_with_etag("d/name") == (b"2", second)
     store.put_bytes("d/name", b"3")
     with pytest.raises(ChangedError):
-        store.put_over("d/name", b"other", second)
+        store.put_if_unchanged("d/name", b"other", second)
     store.delete("d/name")
     with pytest.raises(ChangedError):
-        store.put_over("d/name", b"other", second)
+        store.put_if_unchanged("d/name", b"other", second)
     with pytest.raises(MissingError):
-        store.get_marked("d/name")
+        store.get_with_etag("d/name")
     assert list(store.list()) == []
 
 
@@ -107,11 +107,11 @@ def test_an_object_is_put_over_the_one_that_was_read(store: Storage) -> None:
 def test_of_those_who_put_over_the_same_object_one_does(place: Place, store: Storage) -> None:
     store.put_bytes("name", b"0")
     for turn in range(3):
-        mark = store.get_marked("name")[1]
+        mark = store.get_with_etag("name")[1]
 
         def put(writer: int, turn: int = turn, mark: str = mark) -> bool:
             try:
-                place.open().put_over("name", f"{turn}-{writer}".encode(), mark)
+                place.open().put_if_unchanged("name", f"{turn}-{writer}".encode(), mark)
             except ChangedError:
                 return False
             return True
@@ -197,7 +197,7 @@ def test_an_object_that_was_changed_is_damaged(place: Place, store: Storage, tmp
         store.get_bytes("name")
     with pytest.raises(DamagedError, match=damaged):
         store.get_file("name", tmp_path / "copy")
-    assert store.get_marked("name")[0] == b"as it is now."  # a lease: whoever puts over it puts it right
+    assert store.get_with_etag("name")[0] == b"as it is now."  # a lease: whoever puts over it puts it right
     client.call_s3("put_object", **at, Body=b"by somebody else")  # who keeps no checksum
     assert store.get_bytes("name") == b"by somebody else"
 

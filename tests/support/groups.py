@@ -33,16 +33,16 @@ _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 def score_group(
     config: RunConfig, model_path: str, prompt: Prompt, completions: Sequence[SampledCompletion]
 ) -> ScoredGroup:
-    """Score a group that requests no more than its first completions. Raises as `GroupRollout.said`."""
+    """Score a group that requests no more than its first completions. Raises as `GroupRollout.next_outcome`."""
     environment = open_environment(config, _tokenizer(model_path))
 
-    async def said() -> object:
+    async def score() -> object:
         rollout = GroupRollout(environment, prompt, config, n=len(completions))
         rollout.deliver([Arrival(0, index, one) for index, one in enumerate(completions)])
-        return await rollout.said()
+        return await rollout.next_outcome()
 
     with asyncio.Runner() as runner:
-        outcome = runner.run(said())
+        outcome = runner.run(score())
     assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"
     return outcome
 

@@ -56,17 +56,17 @@ class MemoryStore(Folder):
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put", path, lambda: self.objects.update({path: data}))
 
-    def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
+    def put_if_unchanged(self, path: str, data: bytes, etag: str | None) -> str | None:
         def put() -> str | None:
-            if self._mark(path) != mark:
+            if self._etag(path) != etag:
                 return None
             self.objects[path] = data
-            return self._mark(path)
+            return self._etag(path)
 
         return self._call("put over", path, put)
 
-    def get_marked(self, path: str) -> tuple[bytes, str]:
-        return self._call("get", path, lambda: (self._get(path), self._mark(path) or ""))
+    def get_with_etag(self, path: str) -> tuple[bytes, str]:
+        return self._call("get", path, lambda: (self._get(path), self._etag(path) or ""))
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> None:
         local.write_bytes(attempt(lambda: self.get_bytes(path)))
@@ -90,7 +90,7 @@ class MemoryStore(Folder):
         except KeyError:
             raise FileNotFoundError(path) from None
 
-    def _mark(self, path: str) -> str | None:
+    def _etag(self, path: str) -> str | None:
         return hashlib.sha256(self.objects[path]).hexdigest() if path in self.objects else None
 
     def _below(self, path: str) -> list[str]:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from areal_core.api.head import Head
 from areal_core.config.schema import load
-from areal_core.run.remote.files import Files
+from areal_core.run.remote.files import DataServer
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.types import PolicyVersion, RunStatus
@@ -65,7 +65,7 @@ class HeadNode:
         self.config = load(values | {"state_dir": str(root / "head"), "storage": {"url": str(root / "store")}})
         info = RunInfo(run_id="r", model_path=str(self.model), checkpoint_url=str(root / "store/runs/r"))
         self.run = RunDir.create(self.config, info)
-        self.files: Files
+        self.files: DataServer
         self.served: Served | None = None
         self.lost: list[str] = []  # URLs of lost servers, as the controller reports them
         self.slow: set[str] = set()  # names of servers that are slow to join
@@ -77,7 +77,7 @@ class HeadNode:
         self.close()
 
         def app() -> web.Application:
-            self.files = Files(self.run)
+            self.files = DataServer(self.run)
             return self.files.app()
 
         self.served = Served(app, port)

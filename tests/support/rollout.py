@@ -217,15 +217,15 @@ class FakeSession:
         self.delivered = asyncio.Queue[Sequence[Arrival]]()
         self.turns: dict[tuple[int, int], tuple[tuple[int, ...], Completion]] = {}
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
-        self.delivered.put_nowait(arrived)
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
+        self.delivered.put_nowait(arrivals)
 
-    async def said(self) -> tuple[SampleRequest, ...] | ScoredGroup:
+    async def next_outcome(self) -> tuple[SampleRequest, ...] | ScoredGroup:
         while (outcome := await self._outcome(await self.delivered.get())) == ():
             pass
         return outcome
 
-    async def _outcome(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
+    async def _outcome(self, arrivals: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
         rewards = self.rewards
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:
@@ -233,7 +233,7 @@ class FakeSession:
         if not self.begun:
             self.begun = True
             return (self.opening,)
-        for each, completion in zip(arrived, join_completions([each.completion for each in arrived]), strict=True):
+        for each, completion in zip(arrivals, join_completions([each.completion for each in arrivals]), strict=True):
             assert completion.finish_reason in ("stop", "length")
             self.missing.remove((each.request, each.index))
             self.turns[each.request, each.index] = self.texts[each.request], completion

@@ -49,7 +49,7 @@ from areal_core.types import (
 
 logger = logging.getLogger(__name__)
 _LOST = 3  # from this many lost sessions in a row on, each costs the group an attempt
-_ABORT_AGAIN_S = 1.0
+_ABORT_RETRY_S = 1.0
 
 
 class Source(Protocol):
@@ -143,7 +143,7 @@ class RolloutController:
         self.freed = Signal()  # servers may have more room than before, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unsent: set[Rollouts] = set()  # of groups that were just admitted; no server counts their completions yet
-        self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
+        self._cancelled_groups: set[int] = set()  # running groups that a new incarnation has dropped
         self._by_task = config.by_task
         self._failures = {name: Failures(its.environment.max_no_result) for name, its in self._by_task.items()}
         self._failed_in_a_row = 0
@@ -162,7 +162,7 @@ class RolloutController:
             while self._running:  # repeat the abort, because a request may reach a server after it
                 await self.engine.abort_all()
                 if self._running:  # all groups may have ended during the abort
-                    await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
+                    await asyncio.wait(self._running.values(), timeout=_ABORT_RETRY_S)
             updating.cancel()
 
     async def batch(self, step: int, *, timeout_s: float) -> BatchManifest | None:
@@ -194,22 +194,22 @@ class RolloutController:
                 version.version,
                 incarnation,
             )
-            self._disown()
+            self._cancel_running()
         self.notify()
         return outcome
 
-    def lose(self, group_id: int) -> None:
-        """Drop a group whose payload is damaged; see TrajectoryLedger.lose."""
+    def drop_damaged(self, group_id: int) -> None:
+        """Drop a group whose payload is damaged; see TrajectoryLedger.drop_damaged."""
         incarnation = self.ledger.notes.incarnation
-        self.ledger.lose(group_id)
+        self.ledger.drop_damaged(group_id)
         if self.ledger.notes.incarnation != incarnation:
-            self._disown()
+            self._cancel_running()
         self.notify()
 
-    def _disown(self) -> None:
+    def _cancel_running(self) -> None:
         """Cancel the running groups of the old incarnation, and hold admission until its version is loaded."""
         self._replaced = True
-        self._disowned |= self._running.keys()
+        self._cancelled_groups |= self._running.keys()
         for task in self._running.values():
             task.cancel()
 
@@ -272,7 +272,7 @@ class RolloutController:
     def _ended(self, group_id: int, rollouts: Rollouts) -> None:
         self._unsent.discard(rollouts)
         del self._running[group_id]
-        self._disowned.discard(group_id)
+        self._cancelled_groups.discard(group_id)
         self.notify()
 
     async def _rollout(self, group: AdmittedGroup, task: str, rollouts: Rollouts) -> None:
@@ -287,18 +287,18 @@ class RolloutController:
             self._give_up(group, task, error, rollouts)
             return
         except asyncio.CancelledError:
-            if group.group_id in self._disowned:
+            if group.group_id in self._cancelled_groups:
                 self.ledger.settle(group.group_id, rollouts.sampled())
             raise
         sampled, summary = rollouts.sampled(), outcome.summary
         missed = replace(sampled, tokens=sampled.tokens - summary.tokens - summary.unused_tokens)
         if missed != Tally():  # tokens that the environment never received
-            self.ledger.lose_tokens(group.group_id, missed)
+            self.ledger.add_lost_tokens(group.group_id, missed)
         if Outcome.CUT in summary.outcomes:
             self.ledger.count_cut("deadline", rollouts.lengths(cut=True))
         self._failed_in_a_row = 0
         summary = replace(summary, task=task)
-        self._failures[task].settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
+        self._failures[task].count_group(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
         if self.config.rollout.dynamic_sampling and len(summary.compared) < 2:
             self._drop_zero_variance(group, summary)
         else:
@@ -326,13 +326,13 @@ class RolloutController:
             except (GenerationError, RewardError) as error:
                 lost = lost + 1 if isinstance(error, SessionLostError) else 0
                 if 0 < lost < _LOST:
-                    self.ledger.lose_tokens(group.group_id, rollouts.take_refused())
+                    self.ledger.add_lost_tokens(group.group_id, rollouts.take_discarded())
                     continue
                 if self._finished is not None:
                     return None
-                tries = self.ledger.failed_try(group.group_id, rollouts.take_refused())
+                tries = self.ledger.count_failed_attempt(group.group_id, rollouts.take_discarded())
                 if isinstance(error, RewardError):
-                    self._failures[task].failed_try(error)
+                    self._failures[task].count_failed_attempt(error)
                 else:
                     logger.warning("group %d, attempt %d failed: %s", group.group_id, tries, error)
                 if tries >= self.config.rollout.max_tries:
@@ -356,7 +356,7 @@ class RolloutController:
         self.ledger.drop(group.group_id, error.drop_reason)
         self.ledger.count_cut(error.drop_reason, rollouts.lengths())
         if isinstance(error, RewardError):
-            self._failures[task].settled({}, str(error))
+            self._failures[task].count_group({}, str(error))
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.config.groups_per_batch:
             raise error

@@ -6,7 +6,7 @@ once a committed checkpoint makes the payload obsolete. The token ledger compare
 servers' own counters (tables.py).
 
 The ledger stays small however long the run is. Triggers count every group in `totals`, by state and reason, as its row
-changes. Counting methods read only `totals`. `fold` deletes the rows that no replay needs. No trigger follows a
+changes. Counting methods read only `totals`. `prune` deletes the rows that no replay needs. No trigger follows a
 deletion, so the counts of deleted rows remain.
 
 Each step has one fixed batch. The first call for a step picks its groups. Every later call returns the same groups,
@@ -88,7 +88,7 @@ BEGIN {_count("OLD", "-")} {_count("NEW", "+")} END;
 """
 # Keeps the rows with the highest group id and prompt index, because new groups count on from them. Also keeps the rows
 # of the last step whose payloads are forgotten: it may be the last step of the ledger.
-_FOLD = """
+_PRUNE = """
 DELETE FROM groups WHERE group_id IN (
     SELECT group_id FROM groups
     WHERE (step < (SELECT step FROM forgotten) OR (state = 'dropped' AND NOT unsettled))
@@ -97,7 +97,7 @@ DELETE FROM groups WHERE group_id IN (
     LIMIT ?
 )
 """
-_AT_ONCE = 128  # rows that one call of `free` or `fold` deletes, in 1 to 2 ms
+_AT_ONCE = 128  # rows that one call of `free` or `prune` deletes, in 1 to 2 ms
 _NOTHING = Tally()
 _BATCHES_KEPT = 2  # ranks fetch a batch while others still request the previous one
 
@@ -175,7 +175,7 @@ class TrajectoryLedger:
         with closing(sqlite3.connect(self._path)) as db:
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def damage(self) -> str | None:
+    def find_damage(self) -> str | None:
         """Check the whole file. Returns a description of the damage, or None."""
         found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         return None if found == "ok" else str(found)
@@ -208,20 +208,20 @@ class TrajectoryLedger:
         """Groups in flight, oldest first. A restarted controller sends them again."""
         return self._admitted("state = 'inflight'")
 
-    def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
+    def count_failed_attempt(self, group_id: int, lost: Tally = _NOTHING) -> int:
         """Count a failed attempt of a running group, and its `lost` tokens.
         Returns the number of failed attempts."""
         with self._transaction():
-            self._lose(group_id, lost)
+            self._add_lost_tokens(group_id, lost)
             self._db.execute("UPDATE groups SET tries = tries + 1 WHERE group_id = ?", (group_id,))
             return self._row(group_id)["tries"]
 
-    def lose_tokens(self, group_id: int, lost: Tally) -> None:
+    def add_lost_tokens(self, group_id: int, lost: Tally) -> None:
         """Record lost tokens of a running group without counting a failed attempt."""
         with self._transaction():
-            self._lose(group_id, lost)
+            self._add_lost_tokens(group_id, lost)
 
-    def _lose(self, group_id: int, lost: Tally) -> None:
+    def _add_lost_tokens(self, group_id: int, lost: Tally) -> None:
         self._expect(group_id, GroupState.INFLIGHT)
         self._db.execute(
             "UPDATE groups SET lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? WHERE group_id = ?",
@@ -342,7 +342,7 @@ class TrajectoryLedger:
         return place
 
     def step_of(self, group_id: int) -> int | None:
-        """The step that consumed a group; None if no step has, or once the group's row is folded."""
+        """The step that consumed a group; None if no step has, or once the group's row is pruned."""
         return self._db.execute("SELECT MAX(step) FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0]
 
     def summaries(self, step: int) -> list[GroupSummary]:
@@ -362,7 +362,7 @@ class TrajectoryLedger:
             self._batches.clear()
             return self.payloads.forget_consumed(step, _AT_ONCE)
 
-    def fold(self, kept_versions: Collection[int] = ()) -> bool:
+    def prune(self, kept_versions: Collection[int] = ()) -> bool:
         """Delete rows that only the totals need.
         One call deletes a few. Returns whether it deleted any; then call again.
 
@@ -372,17 +372,17 @@ class TrajectoryLedger:
         their places."""
         before = self.payloads.forgotten
         with self._transaction():
-            folded = self._db.execute(_FOLD, (_AT_ONCE,)).rowcount
-            folded += self.versions.fold(before, kept_versions, _AT_ONCE)
-            folded += self.notes.fold(before - 1, kept_versions, _AT_ONCE)  # `published` reads the previous step
-        return folded > 0
+            pruned = self._db.execute(_PRUNE, (_AT_ONCE,)).rowcount
+            pruned += self.versions.prune(before, kept_versions, _AT_ONCE)
+            pruned += self.notes.prune(before - 1, kept_versions, _AT_ONCE)  # `record_step` reads the previous step
+        return pruned > 0
 
     # -- versions ----------------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> str:
         """Record a published version.
 
-        Returns "new", or "same" if it was published before with this content, or is folded. Returns "replaced" if its
+        Returns "new", or "same" if it was published before with this content, or is pruned. Returns "replaced" if its
         content differs from the version published before under its number. Then a new incarnation begins. Raises
         LedgerError if the version does not follow the last one.
         """
@@ -392,7 +392,7 @@ class TrajectoryLedger:
                 raise LedgerError(f"version: must be at most {last + 1}, got {version.version}")
             known = self.versions.digest(version.version)
             if known is None and 0 < version.version < last:
-                return "same"  # a late message: the version is folded
+                return "same"  # a late message: the version is pruned
             outcome = "new" if known is None else "same" if known == version.digest else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
@@ -410,7 +410,7 @@ class TrajectoryLedger:
                 self._new_incarnation(version + 1)
                 self.versions.forget_after(version)
 
-    def lose(self, group_id: int) -> None:
+    def drop_damaged(self, group_id: int) -> None:
         """Drop a buffered or consumed group whose payload is damaged, and queue its prompt again.
         If the group is part of a batch, this batch and all later ones are dissolved. If that batch's version was
         already published, a new incarnation of the run begins."""
@@ -562,7 +562,7 @@ def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str
     Returns the names of the segments that hold its payloads.
 
     Runs in any thread: it opens its own connections. `consumed`, the checkpoint's step, makes the copy small. The copy
-    forgets the payloads of steps up to `consumed`, and folds the groups of earlier steps. A run restored from this
+    forgets the payloads of steps up to `consumed`, and prunes the groups of earlier steps. A run restored from this
     checkpoint trains only later steps, and other checkpoints have their own copies. None keeps all rows, as
     `rollout.retain=all` requires."""
     target.unlink(missing_ok=True)
@@ -576,7 +576,7 @@ def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str
             writer.execute("PRAGMA journal_mode = OFF")  # after a failure the caller makes a new copy
             writer.execute("PRAGMA synchronous = OFF")
             index.forget_consumed(consumed)
-            writer.execute(_FOLD, (-1,))
+            writer.execute(_PRUNE, (-1,))
             writer.execute("VACUUM")
         return index.segments()
     finally:

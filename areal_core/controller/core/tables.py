@@ -145,7 +145,7 @@ class RunNotes:
         self._db.execute("UPDATE steps SET staleness = NULL WHERE step >= ?", (version,))
         self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
 
-    def fold(self, before: int, kept: Collection[int], limit: int) -> int:
+    def prune(self, before: int, kept: Collection[int], limit: int) -> int:
         """Delete up to `limit` steps before `before` whose versions have no score and are not in `kept`.
         Returns how many. Their staleness remains in the total."""
         return self._db.execute(
@@ -210,7 +210,7 @@ class PublishedVersions:
             (version.version, version.path, version.digest),
         )
 
-    def fold(self, before: int, kept: Collection[int], limit: int) -> int:
+    def prune(self, before: int, kept: Collection[int], limit: int) -> int:
         """Delete up to `limit` versions older than `before`, except the base model and `kept`.
         Returns how many."""
         return self._db.execute(

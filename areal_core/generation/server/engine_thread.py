@@ -50,8 +50,8 @@ class EngineThread:
         self._drained: list[Future[None]] = []
         self._clear_cache = False  # once paused
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._doing = Activity("wait", timeline)
-        self._marked = time.monotonic()
+        self._activity = Activity("wait", timeline)
+        self._accounted_at = time.monotonic()
         self._completion_s = 0.0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -67,11 +67,11 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join()
 
-    def tell(self, action: Callable[[ServedEngine], Any]) -> None:
+    def submit(self, action: Callable[[ServedEngine], Any]) -> None:
         """Run an action between two steps. An error in it ends the thread."""
         self._commands.put(lambda: action(self._engine))
 
-    async def ask(self, action: Callable[[ServedEngine], T]) -> T:
+    async def call(self, action: Callable[[ServedEngine], T]) -> T:
         """Run an action between two steps and return its result. The caller gets its errors."""
         future: Future[T] = Future()
 
@@ -107,7 +107,7 @@ class EngineThread:
                 paused.set_result(None)
             return paused
 
-        await asyncio.wrap_future(await self.ask(pause))
+        await asyncio.wrap_future(await self.call(pause))
 
     async def resume(self) -> None:
         def resume(engine: ServedEngine) -> None:
@@ -116,7 +116,7 @@ class EngineThread:
             engine.admitting = True
             self._release_waiters()
 
-        await self.ask(resume)
+        await self.call(resume)
 
     async def abort(self, request_ids: Collection[str]) -> int:
         """End requests with their tokens so far. Returns how many requests ended."""
@@ -126,7 +126,7 @@ class EngineThread:
             self._hand_over(ended)
             return sum(generation.last for generation in ended)
 
-        return await self.ask(abort)
+        return await self.call(abort)
 
     async def load(self) -> ServerLoad:
         def load(engine: ServedEngine) -> ServerLoad:
@@ -135,23 +135,23 @@ class EngineThread:
                 running=engine.running,
                 waiting=engine.waiting,
                 completion_s=self._completion_s,
-                idle_s=self._doing.seconds("wait"),
-                paused_s=self._doing.seconds("update"),
+                idle_s=self._activity.seconds("wait"),
+                paused_s=self._activity.seconds("update"),
                 **dataclasses.asdict(engine.stats),
             )
 
-        return await self.ask(load)
+        return await self.call(load)
 
     def _main(self) -> None:
         try:
-            while self._obey():
+            while self._run_commands():
                 self._hand_over(self._engine.step())
                 heartbeat.progressed()
-            self._doing.end()
+            self._activity.end()
         except BaseException as error:  # noqa: BLE001 - the thread's owner decides
             self._loop.call_soon_threadsafe(self._failed, error)
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run commands until none is left and the engine can step. Returns False when the thread must end."""
         while True:
             self._account()
@@ -160,7 +160,7 @@ class EngineThread:
             busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
             blocks = not busy or self.is_paused
             doing = "paused" if self.is_paused else "sampling" if busy else "idle"
-            heartbeat.say(doing, waits_for=heartbeat.WORK if blocks else None)
+            heartbeat.report(doing, waits_for=heartbeat.WORK if blocks else None)
             try:
                 command = self._commands.get(block=blocks)
             except queue.Empty:
@@ -191,6 +191,6 @@ class EngineThread:
         """Account the time since the last call to the engine's activity in it."""
         now = time.monotonic()
         if not self.is_paused:
-            self._completion_s += (now - self._marked) * self._engine.running
-        self._marked = now
-        self._doing.note("update" if self.is_paused else "generate" if self._engine.running else "wait")
+            self._completion_s += (now - self._accounted_at) * self._engine.running
+        self._accounted_at = now
+        self._activity.note("update" if self.is_paused else "generate" if self._engine.running else "wait")

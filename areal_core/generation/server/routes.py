@@ -25,7 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal_core.api import serving, wire
-from areal_core.api.refusals import guard
+from areal_core.api.refusals import token_middleware
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
@@ -41,7 +41,7 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
-_TOGETHER_S = 0.05  # completions of a request that end within this time are sent together
+_BATCH_WAIT_S = 0.05  # completions of a request that end within this time are sent together
 _PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -59,7 +59,7 @@ class GenerationServer:
         """`token` is the token that every request must carry; None: no token."""
         self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine thread
         self._engine = engine
-        self._doors = [] if token is None else [guard(token)]
+        self._middlewares = [] if token is None else [token_middleware(token)]
         self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._staged: tuple[Any, str] | None = None  # prepared model weights and their hash
@@ -68,7 +68,7 @@ class GenerationServer:
         self._sleeping = False
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_json, *self._doors], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_errors_as_json, *self._middlewares], client_max_size=_MAX_BODY_BYTES)
         post = {
             "/inference/v1/generate": self._generate,
             "/pause": self._pause,
@@ -113,7 +113,7 @@ class GenerationServer:
         if request.request_id in self._pending:
             raise RequestError(f"{request.request_id} is already being served", param="request_id")
         pending = self._pending[request.request_id] = _Pending(request)
-        self._thread.tell(lambda engine: engine.add(request))
+        self._thread.submit(lambda engine: engine.add(request))
 
         def encoded(completions: Mapping[int, Completion]) -> bytes:
             indices = sorted(completions)
@@ -124,7 +124,7 @@ class GenerationServer:
                 return await _send_parts(http, pending, encoded)
             return _json_bytes(encoded(await pending.all()))
         except (asyncio.CancelledError, ConnectionError):  # the client disconnected
-            self._thread.tell(lambda engine: engine.abort([request.request_id]))
+            self._thread.submit(lambda engine: engine.abort([request.request_id]))
             raise asyncio.CancelledError from None
         finally:
             del self._pending[request.request_id]
@@ -185,13 +185,13 @@ class GenerationServer:
         if self._staged is None:
             raise RequestError("no model weights were staged", param="weight_version")
         (staged, digest), self._staged = self._staged, None
-        await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
+        await self._thread.call(lambda engine: engine.swap(staged, version, recompute=False))
         self._label, self._name = version, wire.version_name(PolicyVersion(version=version, path="", digest=digest))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
         version = int(parse(await http.read(), Relabel).new_version)
-        await self._thread.ask(lambda engine: setattr(engine, "version", version))
+        await self._thread.call(lambda engine: setattr(engine, "version", version))
         self._label = version
         return web.json_response({"success": True, "new_version": str(version)})
 
@@ -199,7 +199,7 @@ class GenerationServer:
         return web.json_response({"weight_version": str(self._label)})
 
     async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
-        await self._thread.ask(lambda engine: engine.clear_cache())
+        await self._thread.call(lambda engine: engine.clear_cache())
         return web.json_response({"success": True})
 
     # About the server
@@ -254,7 +254,7 @@ class _Pending:
         if self._left:
             await self._take(ended)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TOGETHER_S):
+            async with asyncio.timeout(_BATCH_WAIT_S):
                 while self._left:
                     await self._take(ended)
         return ended
@@ -361,7 +361,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
         except OSError as error:
             raise ConfigError(f"--port: {error.strerror}; 0 takes any free one") from None
         process.announce_ready(arguments.ready_file, url)
-        heartbeat.follow(loop)
+        heartbeat.watch_loop(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -374,7 +374,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
 def main() -> int:
     arguments = _arguments()
     logs.start("generation")
-    process.adopt(arguments.ready_file)
+    process.tie_to_parent(arguments.ready_file)
     try:
         token = server_token(arguments)
         engine = _engine(arguments)
@@ -390,4 +390,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    process.end_with(main)
+    process.run_and_exit(main)

@@ -36,7 +36,7 @@ from areal_core.launch import heartbeat, logs, process
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_LOOK_S = 5.0  # between two checks of vLLM's health, and their timeout
+_CHECK_S = 5.0  # between two checks of vLLM's health, and their timeout
 _WARM_UP_S = 300.0  # the first request compiles kernels
 _BATCHED_TOKENS = 8192  # tokens of one step on a CPU
 _END_S = 8.0  # between SIGTERM and SIGKILL
@@ -156,7 +156,7 @@ class _Server:
             if (code := self.process.poll()) is not None:
                 raise ProcessError(f"vLLM exited with code {code} before it was ready")
             with contextlib.suppress(OSError):
-                self.look()
+                self.check()
                 return True
             stop.wait(_POLL_S)
         return False
@@ -172,9 +172,9 @@ class _Server:
         except OSError as error:
             raise ProcessError(f"vLLM does not respond like version {ROUTES_VERSION}: {error}") from None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check vLLM's health. Raises OSError if it fails."""
-        self._ask("/health", timeout_s=_LOOK_S)
+        self._ask("/health", timeout_s=_CHECK_S)
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _WARM_UP_S) -> None:
         data = None if body is None else json.dumps(body).encode()
@@ -224,18 +224,18 @@ def _serve(arguments: argparse.Namespace) -> None:
         if server.wait_until_it_serves(stop):
             server.warm_up(arguments.weight_version)
             process.announce_ready(arguments.ready_file, server.url)
-            heartbeat.say("serving vLLM")
-        next_look = time.monotonic()
+            heartbeat.report("serving vLLM")
+        next_check = time.monotonic()
         while not stop.wait(_POLL_S):
             if (code := server.process.poll()) is not None:
                 raise ProcessError(f"vLLM exited with code {code}")
             if log is not None:
                 log.new_lines()  # reading also rotates the file
-            if time.monotonic() >= next_look:
+            if time.monotonic() >= next_check:
                 with contextlib.suppress(OSError):  # the watchdog handles a server that no longer responds
-                    server.look()
+                    server.check()
                     heartbeat.progressed()
-                next_look = time.monotonic() + _LOOK_S
+                next_check = time.monotonic() + _CHECK_S
     finally:
         server.end()
 
@@ -243,7 +243,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 def main() -> int:
     arguments = _arguments()
     logs.start("generation")
-    process.adopt(arguments.ready_file)
+    process.tie_to_parent(arguments.ready_file)
     try:
         _serve(arguments)
     except (ConfigError, ProcessError, OSError) as error:

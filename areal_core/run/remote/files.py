@@ -28,24 +28,24 @@ import msgspec
 from aiohttp import web
 
 from areal_core.api import serving
-from areal_core.api.head import AwayError, Head
-from areal_core.api.refusals import guard, read, refusals
+from areal_core.api.head import Head, HeadNodeError
+from areal_core.api.refusals import error_middleware, read, token_middleware
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.errors import ArealError, StorageError, one_line
 from areal_core.launch import heartbeat, logs, process
 from areal_core.models.verified import weights_digest
-from areal_core.run.remote.share import FIRST_RANK, LOGS, Nodes, Owned, Said, TakenError, role_and_index
+from areal_core.run.remote.share import FIRST_RANK, LOGS, NodeReport, Nodes, ShareContents, TakenError, role_and_index
 from areal_core.run.remote.stager import VersionCache
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run ended
+IN_ORDER, NOT_IN_ORDER = "in order", "otherwise"  # how a run ended
 _POLL_S = 0.5  # between two checks whether the run has ended
 _STATE_S = 0.2  # how long the contents of ready files are cached
-_TAKE_S = 5.0  # longest wait of a request for a version
-_LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s: time for remote workers to end
+_FETCH_S = 5.0  # longest wait of a request for a version
+_FINAL_REPORT_S = 10.0  # beyond launch.stop_timeout_s: time for remote workers to end
 _SHARE_OF_STOP = 0.8  # share of launch.stop_timeout_s for the same, if this process is stopped
 _MOST_BYTES = 2**20  # most bytes of a request
 
@@ -54,7 +54,7 @@ class NoShareError(ArealError):
     """A remote worker has no share of the run, or has lost it."""
 
 
-class Made(msgspec.Struct):
+class NewVersion(msgspec.Struct):
     """A policy version that rank 0 has made on another machine."""
 
     version: Annotated[int, msgspec.Meta(ge=1)]
@@ -63,7 +63,7 @@ class Made(msgspec.Struct):
     release: list[int] = []  # obsolete versions, to be deleted
 
 
-class Files:
+class DataServer:
     """Routes of the data server of one run. All methods run in the event loop."""
 
     def __init__(self, run: RunDir) -> None:
@@ -73,24 +73,24 @@ class Files:
         self.cache = VersionCache(run)
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
-        self._looked_at = float("-inf")
-        self.ended: str | None = None  # how the run ended: IN_ORDER or OTHERWISE; None while it runs
+        self._read_at = float("-inf")
+        self.ended: str | None = None  # how the run ended: IN_ORDER or NOT_IN_ORDER; None while it runs
         self.model: asyncio.Future[dict[str, dict[str, Any]]] = asyncio.ensure_future(
             asyncio.to_thread(_listed, self._folder)
         )
 
     def app(self) -> web.Application:
-        statuses = {TakenError: 409, NoShareError: 410, StorageError: 502, AwayError: 502, OSError: 500}
-        doors = [guard(self._run.token()), refusals(statuses)]
-        app = web.Application(middlewares=doors, client_max_size=_MOST_BYTES)
+        statuses = {TakenError: 409, NoShareError: 410, StorageError: 502, HeadNodeError: 502, OSError: 500}
+        middlewares = [token_middleware(self._run.token()), error_middleware(statuses)]
+        app = web.Application(middlewares=middlewares, client_max_size=_MOST_BYTES)
         app.add_routes(
             [
                 web.get("/run", self._about),
                 web.get("/model/{name}", self._model_file),
                 web.get("/versions/{version}", self.cache.serve),
                 web.get("/payloads/{segment:[0-9]{6,}-[0-9]{6,}}", self._payloads),
-                web.post("/nodes/{node}", self._hear),
-                web.post("/nodes/{node}/versions", self._take),
+                web.post("/nodes/{node}", self._report),
+                web.post("/nodes/{node}/versions", self._fetch_version),
                 web.post("/nodes/{node}/{kind}/{name}", self._append),
             ]
         )
@@ -127,20 +127,20 @@ class Files:
             )
         return web.Response(body=parts)
 
-    async def _hear(self, request: web.Request) -> web.Response:
-        self.nodes.hear(request.match_info["node"], await read(request, Said))
-        return web.json_response(self._now())
+    async def _report(self, request: web.Request) -> web.Response:
+        self.nodes.handle_report(request.match_info["node"], await read(request, NodeReport))
+        return web.json_response(self._run_state())
 
-    async def _take(self, request: web.Request) -> web.Response:
+    async def _fetch_version(self, request: web.Request) -> web.Response:
         """Fetch a version from the machine of rank 0 and delete obsolete ones.
         Responds with the local path, or with 202 while the transfer is in progress."""
-        if FIRST_RANK not in self._owned(request).processes:
+        if FIRST_RANK not in self._contents_of(request).processes:
             raise ValueError("node: does not run rank 0")
-        made = await read(request, Made)
+        made = await read(request, NewVersion)
         await self.cache.release(made.release)
         version = PolicyVersion(version=made.version, path="", digest=made.digest)
         try:
-            async with asyncio.timeout(_TAKE_S):
+            async with asyncio.timeout(_FETCH_S):
                 here = await self.cache.staged(version, Head(made.url, self._run.token(), name="url"))
         except TimeoutError:
             return web.Response(status=202)
@@ -150,24 +150,24 @@ class Files:
     async def _append(self, request: web.Request) -> web.Response:
         """Append a process's new lines to its file on the head node, if that file has `offset` bytes.
         Responds with the new size, or with 409 and the present size."""
-        its = self._owned(request)
+        contents = self._contents_of(request)
         kind, name = request.match_info["kind"], request.match_info["name"]
-        if (kind, name) not in its.files:
+        if (kind, name) not in contents.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
         older = logs.LOG_FILES if kind == LOGS else None  # timelines are not rotated
         file, data = self._run.root / kind / name, await request.read()
         fits, size = append(file, int(request.query["offset"]), data, limit=logs.LOG_BYTES, older=older)
         return web.json_response({"size": size}, status=200 if fits else 409)
 
-    def _owned(self, request: web.Request) -> Owned:
-        if (its := self.nodes.owned(request.match_info["node"])) is None:
+    def _contents_of(self, request: web.Request) -> ShareContents:
+        if (contents := self.nodes.contents_of(request.match_info["node"])) is None:
             raise NoShareError("node: has no share of this run")
-        return its
+        return contents
 
-    def _now(self) -> dict[str, Any]:
+    def _run_state(self) -> dict[str, Any]:
         """Whether and how the run has ended, and the ready files of the processes that other machines need.
         One result is cached for all workers."""
-        if time.monotonic() - self._looked_at >= _STATE_S:
+        if time.monotonic() - self._read_at >= _STATE_S:
             names = ["controller-0", "rendezvous-0"]
             names += [f"trainer-{rank}" for rank in range(self.config.trainer_processes)]
             ready = {name: self._run.ready_info(*role_and_index(name)) for name in names}
@@ -177,7 +177,7 @@ class Files:
                 "ended": self._how_ended(),
                 "ready": {name: info for name, info in ready.items() if info is not None},
             }
-            self._looked_at = time.monotonic()
+            self._read_at = time.monotonic()
         return self._state
 
     def _how_ended(self) -> str | None:
@@ -224,33 +224,33 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, asked.set)
-    files = Files(run)
+    files = DataServer(run)
     runner = serving.runner(files.app(), shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
     await runner.setup()
     try:
-        url = await serving.listen(runner, launch.address, launch.files_port, kept=run.port_file("files"))
+        url = await serving.listen(runner, launch.address, launch.files_port, port_file=run.port_file("files"))
         process.announce_ready(ready_file, url)
-        heartbeat.follow(loop)
+        heartbeat.watch_loop(loop)
         while not asked.is_set() and not run.summary.exists():
             if files.model.done():
                 files.model.result()
             with suppress(TimeoutError):
                 await asyncio.wait_for(asked.wait(), _POLL_S)
-        await _told(files, run, launch.stop_timeout_s)
+        await _await_final_reports(files, run, launch.stop_timeout_s)
     finally:
-        files.cache.over.set()  # else this process would wait for the download of a version
+        files.cache.closed.set()  # else this process would wait for the download of a version
         await runner.cleanup()
     return run.summary.exists()
 
 
-async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
+async def _await_final_reports(files: DataServer, run: RunDir, stop_timeout_s: float) -> None:
     """Report to remote workers how the run ended, and wait for their final reports."""
-    patience_s = stop_timeout_s + _LAST_WORDS_S
+    patience_s = stop_timeout_s + _FINAL_REPORT_S
     if not run.summary.exists():
-        files.ended = OTHERWISE
+        files.ended = NOT_IN_ORDER
         patience_s = _SHARE_OF_STOP * stop_timeout_s
     deadline = time.monotonic() + patience_s
-    while files.nodes.awaited:
+    while files.nodes.awaits_reports:
         if time.monotonic() > deadline:
             logger.warning("some remote workers have not stopped within %.0f s of the run's end", patience_s)
             return
@@ -261,7 +261,7 @@ def main() -> None:
     run = RunDir.of_command_line()
     ready_file = run.ready_file("files")
     logs.start("files")
-    process.adopt(ready_file)
+    process.tie_to_parent(ready_file)
     try:
         in_order = asyncio.run(_serve(run, ready_file))
     except OSError as error:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from areal_core.api.head import AwayError
+from areal_core.api.head import HeadNodeError
 from areal_core.run.remote.share import TIMELINE
 from areal_core.storage.rundir import write_json
 
@@ -21,7 +21,7 @@ _NOWHERE = -1  # an offset that matches no file, so that the head node responds 
 
 
 Append = Callable[[str, int, bytes], tuple[bool, int]]
-"""Append bytes to a file of the head node if it has `offset` bytes: (appended, new size). Raises AwayError."""
+"""Append bytes to a file of the head node if it has `offset` bytes: (appended, new size). Raises HeadNodeError."""
 
 
 class Sender:
@@ -33,7 +33,7 @@ class Sender:
         # Per file: bytes sent so far, and the size of the head node's file after that.
         self._sent: dict[str, list[int]] = json.loads(state.read_text()) if state.exists() else {}
 
-    def look(self, *, last: bool = False) -> bool:
+    def send_new(self, *, last: bool = False) -> bool:
         """Send new data: complete lines, or all bytes with `last`. Returns whether all of it arrived.
         If the head node is unreachable, the next call continues."""
         before = copy.deepcopy(self._sent)
@@ -42,7 +42,7 @@ class Sender:
                 if (self._root / name).exists():
                     self._send(name, self._root / name, last=last)
             return True
-        except AwayError:
+        except HeadNodeError:
             return False
         finally:
             if self._sent != before:

@@ -1,8 +1,8 @@
 """Shares of a run: the processes of each remote worker, and the last report of every worker.
 
-A share belongs to one worker at a time. The worker reports once a second. `GONE_S` after its last report another worker
-may take the share. The head node writes the reported ready files and heartbeats into the run's folder. So ranks find
-each other, and the launcher sees whether processes on other machines are busy.
+A share belongs to one worker at a time. The worker reports once a second. `REPORT_TIMEOUT_S` after its last report
+another worker may take the share. The head node writes the reported ready files and heartbeats into the run's folder.
+So ranks find each other, and the launcher sees whether processes on other machines are busy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_core.storage.rundir import RunDir, write_json
 GENERATION, TRAINER, REWARDS = "generation", "trainer", "rewards"
 _MOST_WORKERS = 4096
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-GONE_S = 15.0  # without a report, after which another worker may take a share
+REPORT_TIMEOUT_S = 15.0  # without a report, after which another worker may take a share
 FIRST_RANK = "trainer-0"
 LOGS, TIMELINE = "logs", "timeline"  # folders of a run to which processes of a share append
 
@@ -53,7 +53,7 @@ class Share:
     def overlaps(self, other: Share) -> bool:
         return self.role == other.role and bool(set(self.indices).intersection(other.indices))
 
-    def settled(self, config: RunConfig) -> Share:
+    def with_count(self, config: RunConfig) -> Share:
         """This share with its count filled in. Raises ConfigError for a share that the run does not have."""
         count = self.count or 1
         if self.role == REWARDS:  # any run accepts reward workers of other machines
@@ -80,7 +80,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class ShareContents:
     """Processes and files that belong to one share."""
 
     processes: frozenset[str]  # with ready file and heartbeat: generation-0, trainer-1
@@ -99,7 +99,7 @@ def places(config: RunConfig, share: Share) -> range:
     return range(first, first + len(share.indices))
 
 
-def owned(config: RunConfig, share: Share) -> Owned:
+def share_contents(config: RunConfig, share: Share) -> ShareContents:
     """Processes and files of a settled share."""
     if share.role == GENERATION:
         processes = [f"generation-{index}" for index in share.indices]
@@ -116,20 +116,20 @@ def owned(config: RunConfig, share: Share) -> Owned:
         if FIRST_RANK in processes:
             timelines = [*processes, "publisher-0"]
     logs = [*logs, f"{share.journal}-{share.first}"]
-    return Owned(
+    return ShareContents(
         processes=frozenset(processes),
         files=frozenset([(LOGS, f"{name}.log") for name in logs] + [(TIMELINE, f"{name}.jsonl") for name in timelines]),
     )
 
 
-class Announced(msgspec.Struct):
+class ReadyInfo(msgspec.Struct):
     """The contents of a ready file."""
 
     pid: Count
     url: Text | None = None
 
 
-class Said(msgspec.Struct):
+class NodeReport(msgspec.Struct):
     """A remote worker's report, sent once a second."""
 
     role: str
@@ -137,7 +137,7 @@ class Said(msgspec.Struct):
     count: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     address: Text
     over: bool = False  # this is the final report
-    ready: dict[str, Announced] = {}  # by process name
+    ready: dict[str, ReadyInfo] = {}  # by process name
     heartbeats: dict[str, Heartbeat] = {}
 
 
@@ -148,9 +148,9 @@ class TakenError(ArealError):
 @dataclass(slots=True)
 class _Node:
     share: Share
-    its: Owned
+    contents: ShareContents
     address: str
-    heard_at: float  # in seconds of the clock
+    reported_at: float  # in seconds of the clock
     over: bool = False
 
 
@@ -163,17 +163,17 @@ class Nodes:
         self._clock = clock
         self._nodes: dict[str, _Node] = {}
 
-    def hear(self, name: str, said: Said) -> None:
+    def handle_report(self, name: str, report: NodeReport) -> None:
         """Process a worker's report. Raises ValueError for an invalid report, TakenError."""
         if not _NAME.fullmatch(name):
             raise ValueError("node: must be letters, digits, dashes and underscores, at most 64")
-        share = Share(role=said.role, first=said.first, count=said.count).settled(self._config)
-        its = owned(self._config, share)
-        if strange := (said.ready.keys() | said.heartbeats.keys()) - its.processes:
-            raise ValueError(f"ready, heartbeats: {min(strange)[:64]!r} is none of {', '.join(sorted(its.processes))}")
+        share = Share(role=report.role, first=report.first, count=report.count).with_count(self._config)
+        own = share_contents(self._config, share)
+        if strange := (report.ready.keys() | report.heartbeats.keys()) - own.processes:
+            raise ValueError(f"ready, heartbeats: {min(strange)[:64]!r} is none of {', '.join(sorted(own.processes))}")
         others = {one: node for one, node in self._nodes.items() if one != name and node.share.overlaps(share)}
         for node in others.values():
-            if self._lives(node):
+            if self._is_alive(node):
                 taken = next(index for index in share.indices if index in node.share.indices)
                 raise TakenError(
                     f"--head: {share.role} {taken} of run {self._run.root.name} already runs under another command, "
@@ -181,31 +181,31 @@ class Nodes:
                 )
         for gone in others:
             del self._nodes[gone]
-        self._nodes[name] = _Node(share, its, said.address, self._clock(), said.over)
-        self._write(its, said)
+        self._nodes[name] = _Node(share, own, report.address, self._clock(), report.over)
+        self._write(own, report)
 
-    def owned(self, name: str) -> Owned | None:
+    def contents_of(self, name: str) -> ShareContents | None:
         """Processes and files of a worker; None if it has no share, or has lost it."""
-        return self._nodes[name].its if name in self._nodes else None
+        return self._nodes[name].contents if name in self._nodes else None
 
     @property
-    def awaited(self) -> bool:
+    def awaits_reports(self) -> bool:
         """Whether a final report of any live worker is outstanding."""
-        return any(self._lives(node) for node in self._nodes.values())
+        return any(self._is_alive(node) for node in self._nodes.values())
 
-    def _lives(self, node: _Node) -> bool:
-        return not node.over and self._clock() - node.heard_at < GONE_S
+    def _is_alive(self, node: _Node) -> bool:
+        return not node.over and self._clock() - node.reported_at < REPORT_TIMEOUT_S
 
-    def _write(self, its: Owned, said: Said) -> None:
-        for process in its.processes:
+    def _write(self, contents: ShareContents, report: NodeReport) -> None:
+        for process in contents.processes:
             role, index = role_and_index(process)
             file, beats = self._run.ready_file(role, index), self._run.heartbeat_file(role, index)
-            announced, beating = said.ready.get(process), said.heartbeats.get(process)
-            if announced is None or said.over:
+            announced, beating = report.ready.get(process), report.heartbeats.get(process)
+            if announced is None or report.over:
                 file.unlink(missing_ok=True)
             elif self._run.ready_info(role, index) != (values := msgspec.structs.asdict(announced)):
                 write_json(file, values)
-            if beating is None or said.over:
+            if beating is None or report.over:
                 beats.unlink(missing_ok=True)
             else:
                 with suppress(OSError):  # a full disk loses heartbeats of this machine too

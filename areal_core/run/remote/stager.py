@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from areal_core.api import serving
-from areal_core.api.head import AwayError, Head, fetch
-from areal_core.api.refusals import guard, read, refusals
+from areal_core.api.head import Head, HeadNodeError, fetch
+from areal_core.api.refusals import error_middleware, read, token_middleware
 from areal_core.errors import ProcessError, StorageError
 from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
@@ -42,24 +42,24 @@ class VersionCache:
         """Keep the `kept` most recently requested versions; None keeps all of them until `release`."""
         self._run = run
         self._kept = kept
-        self.over = threading.Event()  # when set, downloads stop
-        self._coming: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
-        self._here: dict[int, PolicyVersion] = {}  # ordered by request, the most recent last
+        self.closed = threading.Event()  # when set, downloads stop
+        self._fetching: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
+        self._local: dict[int, PolicyVersion] = {}  # ordered by request, the most recent last
 
     async def staged(self, version: PolicyVersion, source: Head) -> PolicyVersion:
         """The local copy of a version, fetched from `source` if missing; concurrent requests share a download.
-        Raises ValueError for an invalid version or digest, StorageError, AwayError, OSError."""
+        Raises ValueError for an invalid version or digest, StorageError, HeadNodeError, OSError."""
         if version.version < 0 or not _DIGEST.fullmatch(version.digest):
             raise ValueError("version, digest: must be a whole number of at least 0, and 64 hexadecimal digits")
         key = version.version, version.digest
-        if key not in self._coming:
-            task = self._coming[key] = asyncio.ensure_future(self._bring(version, source))
-            task.add_done_callback(lambda _: self._coming.pop(key))
-        return await asyncio.shield(self._coming[key])
+        if key not in self._fetching:
+            task = self._fetching[key] = asyncio.ensure_future(self._load(version, source))
+            task.add_done_callback(lambda _: self._fetching.pop(key))
+        return await asyncio.shield(self._fetching[key])
 
     def forget(self, version: int) -> None:
         """Fetch this version again at its next request."""
-        self._here.pop(version, None)
+        self._local.pop(version, None)
 
     async def release(self, versions: Iterable[int]) -> None:
         """Delete obsolete versions."""
@@ -83,26 +83,26 @@ class VersionCache:
             )
         return web.FileResponse(weights.weights_file(path), headers={"X-Digest": published.digest})
 
-    async def _bring(self, version: PolicyVersion, source: Head) -> PolicyVersion:
+    async def _load(self, version: PolicyVersion, source: Head) -> PolicyVersion:
         if version.version == 0:
             base = await asyncio.to_thread(weights.base_version, self._run.info().model_path)
             if base.digest != version.digest:
                 wanted = f"the head node's base model, with digest {version.digest}"
                 raise StorageError(f"model.path: must be {wanted}, got {base.path} with {base.digest}; copy it here")
             return base
-        here = self._here.pop(version.version, None)
+        here = self._local.pop(version.version, None)
         if here is None or here.digest != version.digest:
-            here = await asyncio.to_thread(self._fetched, version, source)
-        self._here[version.version] = here
+            here = await asyncio.to_thread(self._fetch, version, source)
+        self._local[version.version] = here
         if self._kept is not None:
-            await self.release(list(self._here)[: -self._kept])
+            await self.release(list(self._local)[: -self._kept])
         return here
 
-    def _fetched(self, version: PolicyVersion, source: Head) -> PolicyVersion:
+    def _fetch(self, version: PolicyVersion, source: Head) -> PolicyVersion:
         scratch = self._run.weights / f".v{version.version}.{version.digest[:16]}"
         path = f"/versions/{version.version}?digest={version.digest}"
         try:
-            fetch(source, path, scratch, version.digest, stopped=self.over.is_set, patience_s=_PATIENCE_S)
+            fetch(source, path, scratch, version.digest, stopped=self.closed.is_set, patience_s=_PATIENCE_S)
             lora = self._run.config().training.lora.adapter
             return weights.adopt(self._run.weights, version.version, version.digest, scratch, lora)
         finally:
@@ -120,20 +120,20 @@ class Stager:
         self._cache = VersionCache(run, kept=kept)
 
     @contextmanager
-    def running(self, beside: Supervision) -> Iterator[str]:
+    def running(self, supervision: Supervision) -> Iterator[str]:
         """Run the stager in a thread until the end of the `with`; yields its URL. Raises ProcessError."""
         shutil.rmtree(self._run.weights, ignore_errors=True)
         self._run.weights.mkdir(parents=True)
         up: Future[str] = Future()
-        with beside.beside("stager", lambda: self._work(up)):
+        with supervision.thread("stager", lambda: self._work(up)):
             try:
                 yield up.result()
             finally:
-                self._cache.over.set()
+                self._cache.closed.set()
 
     def app(self) -> web.Application:
-        doors = [guard(self._head.token), refusals({StorageError: 502, AwayError: 502, OSError: 502})]
-        app = web.Application(middlewares=doors)
+        statuses = {StorageError: 502, HeadNodeError: 502, OSError: 502}
+        app = web.Application(middlewares=[token_middleware(self._head.token), error_middleware(statuses)])
         app.add_routes([web.post("/stage", self._stage), web.get("/versions/{version}", self._cache.serve)])
         return app
 
@@ -158,7 +158,7 @@ class Stager:
         await runner.setup()
         try:
             up.set_result(await serving.listen(runner, self._address))
-            await asyncio.to_thread(self._cache.over.wait)
+            await asyncio.to_thread(self._cache.closed.wait)
         except OSError as error:
             up.set_exception(ProcessError(f"--address: can't listen on {self._address}: {error.strerror}"))
         finally:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError, Head, Session
+from areal_core.api.head import Head, HeadNodeError, Session
 from areal_core.api.scored_groups import Span, cut, in_segment, read_group, read_group_file, spans_text
 from areal_core.errors import ProcessError, StorageError
 from areal_core.storage.rundir import RunDir
@@ -52,9 +52,9 @@ def _fetched(files: Session, group: BatchGroup, spans: Sequence[Span]) -> list[b
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            status, content = files.ask("GET", path)
+            status, content = files.request("GET", path)
             break
-        except AwayError as error:
+        except HeadNodeError as error:
             if time.monotonic() > deadline:
                 raise ProcessError(f"no trajectories within {_PATIENCE_S:.0f} s: {error}") from None
             time.sleep(_RETRY_S)

@@ -3,7 +3,7 @@
 `areal_core.run.remote_worker` supervises the agent. The agent waits for the rendezvous, then starts the ranks. When a
 rank fails on any machine, the agents of all machines restart all ranks together, `launch.restarts` times. A rank that
 ended while waiting for another machine's rank counts too. The agent exits with 0 when its ranks have ended, and with
-SPENT when they have failed too often.
+EXIT_FINAL when they have failed too often.
 
 This module changes torchrun in three ways:
 - torchrun closes a rendezvous for good when an agent ends without a signal, loses the store or runs out of restarts.
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--node", type=int, required=True, help="number of this machine among the training machines")
     arguments = parser.parse_args()
     logs.start("node")
-    process.adopt()
+    process.tie_to_parent()
     run = RunDir(arguments.run_dir)
     config = run.config()
     try:
@@ -74,7 +74,7 @@ def main() -> None:
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:
         logger.error("%s", _described(error))
-        raise SystemExit(process.SPENT) from None
+        raise SystemExit(process.EXIT_FINAL) from None
     except SignalException as ending:
         raise SystemExit(128 + ending.sigval) from None
     except (ProcessError, RendezvousError) as error:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks on several machines
 ADDRESS = "AREAL_ADDRESS"  # of a rank's machine, for error messages
 _JOIN_S = 120.0  # seconds for all ranks of a group to join
-_LOOK_S = 0.01  # minimum seconds between two checks for missing ranks
+_POLL_S = 0.01  # minimum seconds between two checks for missing ranks
 _GRACE_S = 3.0  # seconds for the other ranks to report a failed collective
 
 
@@ -110,7 +110,7 @@ class RankGroup:
         while missing := _bounded(lambda: self._named(keys)):
             if (waited_s := time.monotonic() - since) > bound_s:
                 raise ProcessError(f"{missing} did not reach the others within {bound_s:g} s")
-            time.sleep(min(1.0, max(_LOOK_S, waited_s / 20)))
+            time.sleep(min(1.0, max(_POLL_S, waited_s / 20)))
         if missing is None:
             raise ProcessError(f"rank {self.rank} lost the rendezvous while it waited for the other ranks")
 
@@ -161,7 +161,7 @@ class RankGroup:
         number = self._collectives
         posts = [f"stopped/{number}/{rank}" for rank in range(self.size)]
 
-        def look() -> str:
+        def describe() -> str:
             self._store.set(posts[self.rank], "")
             try:
                 self._store.wait(posts, timedelta(seconds=_GRACE_S))
@@ -175,7 +175,7 @@ class RankGroup:
             if timed_out
             else "where the others wait, and a connection was closed"
         )
-        return _bounded(look) or f"rank {self.rank} lost the rendezvous and the other ranks in all_reduce {number}"
+        return _bounded(describe) or f"rank {self.rank} lost the rendezvous and the other ranks in all_reduce {number}"
 
     def _wait_for_all(self, join_s: float) -> None:
         keys = [f"host/{rank}" for rank in range(self.size)]
@@ -207,8 +207,8 @@ def _store(rendezvous: Path | str, size: int, join_s: float) -> Store:
     return PrefixStore(name, store)
 
 
-def _bounded(look: Callable[[], str]) -> str | None:
-    """Return the result of `look`; None if it fails or takes too long.
+def _bounded(call: Callable[[], str]) -> str | None:
+    """Return the result of `call`; None if it fails or takes too long.
 
     A store on a disconnected machine never responds, and its client has no timeout.
     """
@@ -216,7 +216,7 @@ def _bounded(look: Callable[[], str]) -> str | None:
 
     def try_to() -> None:
         try:
-            found.append(look())
+            found.append(call())
         except RuntimeError as error:
             logger.warning("the rendezvous failed: %s", one_line(error))
 

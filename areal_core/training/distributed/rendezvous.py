@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--ready-file", type=Path, required=True)
     arguments = parser.parse_args()
     logs.start("rendezvous")
-    process.adopt(arguments.ready_file)
+    process.tie_to_parent(arguments.ready_file)
     listening = socket.create_server(
         (arguments.address, 0),
         family=socket.AF_INET6 if ":" in arguments.address else socket.AF_INET,

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from areal_core.api import head as module
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.head import AwayError, Head, checked_url, fetch
+from areal_core.api.head import Head, HeadNodeError, checked_url, fetch
 from areal_core.errors import ConfigError, ProcessError, RunFinished, StorageError
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.remote import HeadNode
@@ -155,7 +155,7 @@ class Whole(Handler):
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
 
 
 def copied(
@@ -177,7 +177,7 @@ def test_file_is_copied_and_goes_on_where_it_was_cut_short(
 
 def test_what_is_cut_short_again_and_again_is_named(start: Start, tmp_path: Path) -> None:
     handler = type("Cut", (Whole,), {"starts": [], "most": 5000, "ranges": False})
-    with pytest.raises(AwayError, match=rf"^/model/m is incomplete, 5000 of {len(DATA)} bytes: the response ended"):
+    with pytest.raises(HeadNodeError, match=rf"^/model/m is incomplete, 5000 of {len(DATA)} bytes: the response ended"):
         copied(start(handler), tmp_path / "m")
     assert len(handler.starts) > 1
 
@@ -188,12 +188,12 @@ def test_damaged_file_and_one_that_nobody_waits_for_are_named(start: Start, tmp_
         StorageError, match=rf"^http://\S+/model/m: must have digest abc, got {DIGEST}; .* restore it there$"
     ):
         copied(url, tmp_path / "m", digest="abc")
-    with pytest.raises(AwayError, match="the download was cancelled"):
+    with pytest.raises(HeadNodeError, match="the download was cancelled"):
         copied(url, tmp_path / "m", stop=True, patience_s=60.0)
 
 
 def test_a_head_node_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(AwayError, match=r"is incomplete, 0 of None bytes: http://127\.0\.0\.1:1 does"):
+    with pytest.raises(HeadNodeError, match=r"is incomplete, 0 of None bytes: http://127\.0\.0\.1:1 does"):
         fetch(Head("http://127.0.0.1:1", "t"), "/model/m", tmp_path / "m", DIGEST, stopped=bool, patience_s=0.3)
 
 
@@ -214,16 +214,16 @@ def test_a_head_node_that_has_moved_is_asked_for_again(head_node: HeadNode) -> N
 
     def url() -> str:
         if not where:
-            raise AwayError("there is none yet")
+            raise HeadNodeError("there is none yet")
         return where[-1]
 
     head = Head(url, head_node.run.token())
     with closing(head.session()) as session:
-        with pytest.raises(AwayError, match="there is none yet"):
-            session.ask("GET", "/run")
+        with pytest.raises(HeadNodeError, match="there is none yet"):
+            session.request("GET", "/run")
         for _ in range(2):  # the second ends the one before
             where.append(head_node.serve())
-            assert session.ask("GET", "/run")[0] == 200
+            assert session.request("GET", "/run")[0] == 200
             assert session.url == where[-1]
 
 

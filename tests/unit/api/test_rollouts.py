@@ -34,8 +34,8 @@ class Session:
         self.saying = asyncio.Queue[Outcome]()
         return self
 
-    def deliver(self, arrived: Sequence[Arrival]) -> None:
-        self._next([(each.request, each.index) for each in arrived])
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
+        self._next([(each.request, each.index) for each in arrivals])
 
     def cut(self) -> None:
         self._next("cut")
@@ -45,7 +45,7 @@ class Session:
         if (outcome := self.outcomes.pop(0)) != ():
             self.saying.put_nowait(outcome)
 
-    async def said(self) -> tuple[SampleRequest, ...] | ScoredGroup:
+    async def next_outcome(self) -> tuple[SampleRequest, ...] | ScoredGroup:
         outcome = await self.saying.get()
         if isinstance(outcome, Exception):
             raise outcome
@@ -141,7 +141,7 @@ async def test_a_group_that_does_not_open_with_the_prompt_begins_in_its_worker()
         await servers.complete(name, 1)
         with pytest.raises(RewardError, match="broke"):
             await scoring
-        assert rollouts.take_refused() == Tally(tokens=2 + 1)
+        assert rollouts.take_discarded() == Tally(tokens=2 + 1)
         scoring = asyncio.ensure_future(rollouts.scored())
         await turns()
         assert servers.pending[name].request.seed == first.request.seed
@@ -159,7 +159,7 @@ async def test_after_a_failure_the_environment_begins_again_with_the_first_compl
             await scoring
         [further] = [name for name in servers.pending if name != "g"]
         assert servers.cancelled == [further]  # what it had requested is worth nothing, and counted
-        assert rollouts.take_refused() == Tally(tokens=1)
+        assert rollouts.take_discarded() == Tally(tokens=1)
         assert session.open == 0
         scoring = asyncio.ensure_future(rollouts.scored())
         await turns()

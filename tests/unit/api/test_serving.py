@@ -14,7 +14,7 @@ from aiohttp import web
 
 from areal_core.api import serving as module
 from areal_core.api.access import admits, authorization
-from areal_core.api.patience import patience
+from areal_core.api.patience import lag_tolerant_timeout
 from areal_core.api.serving import listen, runner
 from areal_core.errors import ConfigError
 from tests.support.virtual import run_virtual
@@ -92,10 +92,10 @@ def test_every_server_is_started_so() -> None:
     assert [file.name for file in CORE.rglob("*.py") if "AppRunner(" in file.read_text()] == ["serving.py"]
 
 
-async def listening(kept: Path) -> tuple[web.AppRunner, str]:
+async def listening(port_file: Path) -> tuple[web.AppRunner, str]:
     made = runner(web.Application())
     await made.setup()
-    return made, await listen(made, "127.0.0.1", kept=kept)
+    return made, await listen(made, "127.0.0.1", port_file=port_file)
 
 
 async def test_listener_keeps_its_port_where_no_connection_takes_it(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_run_admits_its_own_header_alone() -> None:
 
 
 async def waited(seconds: float | None) -> float:
-    """Until `patience` gives up, in time of the loop."""
+    """Until `lag_tolerant_timeout` gives up, in time of the loop."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     with pytest.raises(TimeoutError):
-        async with patience(seconds):
+        async with lag_tolerant_timeout(seconds):
             await asyncio.sleep(1000.0)
     return loop.time() - start
 
@@ -156,7 +156,7 @@ def test_a_loop_that_always_runs_waits_as_long_as_it_says() -> None:
 
 def test_wait_without_a_limit_goes_on_and_a_cancelled_one_is_cancelled() -> None:
     async def main() -> None:
-        async with patience(None):
+        async with lag_tolerant_timeout(None):
             await asyncio.sleep(1e6)
         task = asyncio.create_task(waited(10.0))
         await asyncio.sleep(3.0)
@@ -174,7 +174,7 @@ async def test_what_came_while_the_loop_was_blocked_is_read(before_s: float) -> 
         ours.setblocking(False)
         theirs.setblocking(False)
         loop = asyncio.get_running_loop()
-        async with patience(0.2):
+        async with lag_tolerant_timeout(0.2):
             receiving = asyncio.ensure_future(loop.sock_recv(ours, 1))
             await asyncio.sleep(before_s)
             theirs.send(b"x")

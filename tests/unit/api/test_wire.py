@@ -212,9 +212,9 @@ def test_what_was_refused_halfway_leaves_nothing_behind():
     take(pending, [0, 1], body(([6], "abort"), ([7, STOP], "stop")))
     assert joined(pending) == [([6], "abort"), ([7, STOP], "stop")]
     assert pending.sampled() == Tally(tokens=5)
-    assert pending.take_refused() == Tally(tokens=2)
+    assert pending.take_discarded() == Tally(tokens=2)
     assert pending.sampled() == Tally(tokens=3)
-    assert pending.take_refused() == Tally()
+    assert pending.take_discarded() == Tally()
 
 
 def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
@@ -227,5 +227,5 @@ def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
     take(pending, [0, 1], body(([4, 5], "abort"), ([6, STOP], "stop")))
     with pytest.raises(GenerationError):
         take(pending, [0], b"no JSON")
-    assert pending.take_refused() == Tally(unread=2 * 6 + 4)
+    assert pending.take_discarded() == Tally(unread=2 * 6 + 4)
     assert pending.sampled() == Tally(tokens=4)

@@ -287,7 +287,7 @@ async def test_a_completion_of_a_server_that_leaves_goes_on_at_another_under_no_
 
 
 async def test_a_request_that_arrives_at_a_server_which_leaves_is_aborted_again(servers, pool, monkeypatch):
-    monkeypatch.setattr(module, "_ABORT_AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "_ABORT_RETRY_S", 0.05)
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
     servers[0].late = asyncio.Event()
@@ -391,11 +391,11 @@ async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_
             raise GenerationError("no")
         return server.name
 
-    assert await registry.ask(servers, call) == {servers[0]: "a", servers[2]: "c"}
+    assert await registry.call_each(servers, call) == {servers[0]: "a", servers[2]: "c"}
     assert servers[1].state.value == "lost"
 
     with pytest.raises(ZeroDivisionError):
-        await registry.ask(servers[:1], AsyncMock(side_effect=ZeroDivisionError))
+        await registry.call_each(servers[:1], AsyncMock(side_effect=ZeroDivisionError))
     assert servers[0].at_work
 
 

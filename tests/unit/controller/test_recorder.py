@@ -67,7 +67,7 @@ def train(ledger: TrajectoryLedger, step: int) -> None:
 
 def publish(recorder: Recorder, ledger: TrajectoryLedger, step: int) -> None:
     train(ledger, step)
-    recorder.published(step, [])
+    recorder.record_step(step, [])
 
 
 def ending(version: int) -> Ending:
@@ -86,9 +86,9 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> Non
         train(ledger, step)
         manifest = ledger.batch(step)
         assert manifest is not None
-        recorder.batch_fixed(manifest)
+        recorder.record_batch(manifest)
         ledger.counters.report("a", 12 * step, 0)
-        recorder.published(step, [server_load(generated, idle_s)])
+        recorder.record_step(step, [server_load(generated, idle_s)])
     logged = {(key, step): value for key, points in outbox.history().items() for step, value in points}
     assert logged["reward/mean", 2] == 0.5
     assert logged["completion/tokens_mean", 2] == 5.0
@@ -114,7 +114,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, outbox: Outbox) -> Non
         "rollout/reward_timeout_groups": 2,
         "rollout/reward_worker_died_groups": 1,
     }
-    assert [step for step in range(1, 6) if recorder.tabled(step)] == [1, 2, 4]
+    assert [step for step in range(1, 6) if recorder.records_tables(step)] == [1, 2, 4]
 
 
 def test_metrics_of_ones_own_become_plain_numbers(ledger: TrajectoryLedger, outbox: Outbox) -> None:
@@ -122,7 +122,7 @@ def test_metrics_of_ones_own_become_plain_numbers(ledger: TrajectoryLedger, outb
     own = {"own/single": np.float32(0.5), "own/count": np.int64(3), "own/tensor": torch.tensor(2), "own/nan": np.nan}
     recorder._batch_metrics = lambda groups: own
     train(ledger, 1)
-    recorder.batch_fixed(ledger.batch(1))
+    recorder.record_batch(ledger.batch(1))
     found = {key: value for key, ((_, value),) in outbox.history().items() if key.startswith("own/")}
     assert math.isnan(found.pop("own/nan"))
     assert [(type(value), value) for value in found.values()] == [(float, 3.0), (float, 0.5), (float, 2.0)]
@@ -145,7 +145,7 @@ def test_a_metric_of_ones_own_that_is_no_number_is_named_and_ends_nothing(
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder._batch_metrics = own
     train(ledger, 1)
-    recorder.batch_fixed(ledger.batch(1))
+    recorder.record_batch(ledger.batch(1))
     assert f"tracking: could not record metrics: {said}" in caplog.text
     assert outbox.history()["reward/mean"] == [(1, 0.5)]
 
@@ -154,14 +154,14 @@ def test_messages_of_folded_steps_that_come_once_more_change_nothing(ledger: Tra
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     for step in (1, 2, 3, 4):
         publish(recorder, ledger, step)
-        recorder.staleness(step, {"0": 10})
+        recorder.record_staleness(step, {"0": 10})
     ledger.free(4)
-    while ledger.fold():
+    while ledger.prune():
         pass
     assert [ledger.notes.published_s(step) is None for step in (1, 2, 3, 4)] == [True, True, False, False]
-    assert all(recorder.has_published(step) for step in (1, 2, 3, 4))
-    recorder.staleness(1, {"0": 10})
-    recorder.staleness(4, {"0": 10})
+    assert all(recorder.has_recorded_step(step) for step in (1, 2, 3, 4))
+    recorder.record_staleness(1, {"0": 10})
+    recorder.record_staleness(4, {"0": 10})
     assert ledger.notes.staleness() == {"0": 40}
 
 
@@ -169,11 +169,11 @@ def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedge
     clock = Clock()
     recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
     recorder.start_clock()
-    recorder.evaluated(evaluation(0, 0.79))
+    recorder.record_evaluation(evaluation(0, 0.79))
     assert recorder.reason_to_stop() is None
     clock.now += 60.0
     assert recorder.reason_to_stop() == "minutes"
-    recorder.evaluated(evaluation(1, 0.8))
+    recorder.record_evaluation(evaluation(1, 0.8))
     assert recorder.reason_to_stop() == "score"
 
 
@@ -185,7 +185,7 @@ def test_scores_carry_the_publication_time_of_their_version(
     monkeypatch.setattr(time, "time", lambda: 1e9 + clock.now)
     recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
     if early:  # version 0 is scored before a server takes work
-        recorder.evaluated(evaluation(0, 0.0))
+        recorder.record_evaluation(evaluation(0, 0.0))
         clock.now += 7.0
         if restarted:
             recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
@@ -199,7 +199,7 @@ def test_scores_carry_the_publication_time_of_their_version(
         recorder.start_clock()
     clock.now += 50.0  # scoring is late, and versions 0 and 1 are scored at once
     for version in (0, 1, 2):
-        recorder.evaluated(evaluation(version, 0.1 * version))
+        recorder.record_evaluation(evaluation(version, 0.1 * version))
     rows = [row for row in outbox.attempt_metrics(1000) if row.key.startswith("heldout/")]
     assert {(row.step, row.time_s - 1e9 - start) for row in rows} == {(0, 0.0), (1, 3.0), (2, 6.0)}
 
@@ -208,21 +208,21 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     clock = Clock()
     before = Recorder(CONFIG, ledger, outbox, clock=clock)
     before.start_clock()
-    before.evaluated(evaluation(0, 0.1))
+    before.record_evaluation(evaluation(0, 0.1))
     clock.now += 3.0
     publish(before, ledger, 1)
-    before.staleness(1, {"0": 10})
+    before.record_staleness(1, {"0": 10})
 
     clock.now = 0.0
     after = Recorder(CONFIG, ledger, outbox, clock=clock)
     after.start_clock()
-    after.evaluated(evaluation(0, 0.9))  # handed in again: the first one stands
-    after.staleness(1, {"0": 10})  # replayed: counted once
+    after.record_evaluation(evaluation(0, 0.9))  # handed in again: the first one stands
+    after.record_staleness(1, {"0": 10})  # replayed: counted once
     clock.now += 2.0
     publish(after, ledger, 2)
-    after.staleness(2, {"0": 5, "2": 5})
-    after.evaluated(evaluation(1, 0.85))
-    after.evaluated(evaluation(2, 0.7))
+    after.record_staleness(2, {"0": 5, "2": 5})
+    after.record_evaluation(evaluation(1, 0.85))
+    after.record_evaluation(evaluation(2, 0.7))
     summary = after.summary(run_id="r", ending=ending(2))
     assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (0.1, 0.7, 0.85)
     assert summary.rl_wall_s == 5.0
@@ -241,13 +241,13 @@ def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: Traj
     for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):
         if version:
             publish(recorder, ledger, version)
-            recorder.staleness(version, {"0": 10})
-        recorder.evaluated(evaluation(version, accuracy))
+            recorder.record_staleness(version, {"0": 10})
+        recorder.record_evaluation(evaluation(version, accuracy))
     recorder.forget(2)
-    assert not recorder.has_published(2)
-    assert recorder.has_published(1)
-    recorder.evaluated(evaluation(2, 0.2))
-    recorder.staleness(2, {"1": 10})
+    assert not recorder.has_recorded_step(2)
+    assert recorder.has_recorded_step(1)
+    recorder.record_evaluation(evaluation(2, 0.2))
+    recorder.record_staleness(2, {"1": 10})
     summary = recorder.summary(run_id="r", ending=ending(2))
     assert (summary.accuracy_after, summary.best_accuracy) == (0.2, 0.5)
     assert summary.staleness_tokens == {"0": 10, "1": 10}  # of the steps that made the model
@@ -260,8 +260,8 @@ def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: Trajector
     recorder.start_clock()
     with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
-        recorder.evaluated(evaluation(0, 0.5))
+        recorder.record_evaluation(evaluation(0, 0.5))
         other.execute("ROLLBACK")
-    recorder.evaluated(evaluation(1, 0.6))
+    recorder.record_evaluation(evaluation(1, 0.6))
     assert [known.version for known in recorder.evaluations] == [0, 1]
     assert {step for points in outbox.history().values() for step, _ in points} == {1}

@@ -116,5 +116,5 @@ def test_checkpoint_replaces_a_lost_or_torn_ledger_and_its_log(run: RunDir, tmp_
     log.write_bytes(left)  # whoever removed, or renamed, the ledger came no further
     assert restore(run, store) == 1
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as restored:
-        assert restored.damage() is None
+        assert restored.find_damage() is None
         assert restored.admitted == 400

@@ -30,18 +30,18 @@ from tests.support.servers import version
 
 
 def test_version_stays_for_the_evaluator_and_for_a_server_that_takes_its_time() -> None:
-    schedule, loading = scheduled({"rollout": {"max_staleness": 2}}, awaited={0, 4}), {3, 9}
+    schedule, loading = scheduled({"rollout": {"max_staleness": 2}}, needed={0, 4}), {3, 9}
     schedule.ledger.versions.newest.return_value = version(12)
     made = Retention(schedule, MagicMock(), lambda: loading)
-    assert made.released() == [1, 2, 5, 6, 7, 8]
-    schedule.awaited.assert_called_once_with(8)
+    assert made.obsolete_versions() == [1, 2, 5, 6, 7, 8]
+    schedule.needed.assert_called_once_with(8)
     loading.clear()
-    assert made.released() == [1, 2, 3, 5, 6, 7, 8]
+    assert made.obsolete_versions() == [1, 2, 3, 5, 6, 7, 8]
 
 
-def scheduled(config: dict[str, Any], awaited: Collection[int] = (), **known: Any) -> MagicMock:
+def scheduled(config: dict[str, Any], needed: Collection[int] = (), **known: Any) -> MagicMock:
     """A schedule, with mocks for all that a test does not give."""
-    return MagicMock(config=load(config), awaited=MagicMock(return_value=awaited), **known)
+    return MagicMock(config=load(config), needed=MagicMock(return_value=needed), **known)
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [0, 10, 30]), (2, [0, 10, 25, 30]), (9, None), (None, None)])
@@ -56,7 +56,7 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
         for ending in endings:
             (tmp_path / f"{name}{ending}").touch()
     schedule = scheduled({"evaluation": {"keep_pages": keep}}, recorder=recorder)
-    await Retention(schedule, MagicMock(run=MagicMock(evaluations=tmp_path)), list).scored()
+    await Retention(schedule, MagicMock(run=MagicMock(evaluations=tmp_path)), list).prune_pages()
     stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
     stay += ["v000025-ffffffff"] if keep != 1 else []
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
@@ -64,7 +64,7 @@ async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
 
 @pytest.mark.parametrize(
     ("retain", "calls"),
-    [("uncommitted", [call.free(4), call.free(4), call.fold({2}), call.free(4), call.fold({2})]), ("all", [])],
+    [("uncommitted", [call.free(4), call.free(4), call.prune({2}), call.free(4), call.prune({2})]), ("all", [])],
 )
 async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
     tmp_path: Path, retain: str, calls: Sequence[object]
@@ -74,15 +74,15 @@ async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
         checkpoint.save(store, step, {}, {}, number=1)
     ledger = MagicMock()
     ledger.free.side_effect = [True, False, False]
-    ledger.fold.side_effect = [True, False]
+    ledger.prune.side_effect = [True, False]
     config = {"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}}
     run = MagicMock(root=tmp_path / "run")
     run.info.return_value.number = 1
     snapshots = Snapshots(run, store, AsyncMock(), retain=False)
     made = Retention(scheduled(config, {2}, ledger=ledger), snapshots, list)
-    made.committed()
-    await made.settled()
-    assert [made for made in ledger.mock_calls if made[0] in ("free", "fold")] == calls
+    made.start_pruning()
+    await made.wait_until_pruned()
+    assert [made for made in ledger.mock_calls if made[0] in ("free", "prune")] == calls
     assert ledger.flush.call_count == len(calls[:2])
 
 
@@ -117,7 +117,7 @@ def test_regular_versions_are_scored_beside_the_training_and_then_the_last_one(l
 def test_a_server_that_sleeps_is_lent_once_the_run_has_ended(ledger: TrajectoryLedger) -> None:
     assert scored(ledger, LENT_BY_SLEEPERS) == []
     schedule = EvaluationSchedule(load(LENT_BY_SLEEPERS), ledger, MagicMock(spec=Recorder, evaluations=[]))
-    assert schedule.awaited(3) == {0, 2}  # their weights are kept until then
+    assert schedule.needed(3) == {0, 2}  # their weights are kept until then
     ledger.notes.end(Ending(reason="steps", version=5, model_url="m"))
     assert scored(ledger, LENT_BY_SLEEPERS) == [0, 2, 4, 5]
 
@@ -231,9 +231,9 @@ async def test_a_job_and_the_deletion_of_old_checkpoints_exclude_each_other(
     made = Retention(scheduled({"rollout": {"retain": "all"}}), run.snapshots, list)
     step = await run.step()
     async with run.snapshots.exclusive:
-        made.committed()
+        made.start_pruning()
         assert await run.snapshots.take(step, "a", 0.05) is None
         assert (run.puts, prune.mock_calls) == ([], [])
     assert await run.snapshots.take(step, "a", 30.0) is not None
-    await made.settled()
+    await made.wait_until_pruned()
     prune.assert_called_once()

@@ -57,7 +57,7 @@ def serving(*replies: tuple[int, str]) -> Iterator[tuple[str, list[dict[str, Any
 def judged(
     url: str, *texts: str, monkeypatch: pytest.MonkeyPatch, at_once: bool = False, **fields: Any
 ) -> list[Verdict]:
-    monkeypatch.setattr(module, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "_RETRY_S", 0.001)
     judge = {"url": url, "model": "m", "dollars_per_million_read": 10.0, "tries": 3} | fields
     config = load({"environment": {"verifier": "judge", "judge": judge}}).environment
 

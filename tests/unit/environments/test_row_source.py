@@ -12,7 +12,7 @@ from areal_core.environments.row_source import Reason, RowSource, overlapping
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.remote import decode_work, encode_work
-from areal_core.rewards.worker import Arrived
+from areal_core.rewards.worker import GroupMessage
 from tests.support.words import word_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "data"
@@ -59,7 +59,7 @@ def test_a_prompt_has_its_whole_row(tokenizer, tmp_path):
     source = opened(tokenizer, *files(tmp_path, known, deep))
     prompt = source.prompt(0)
     assert prompt.row == known | {"nested": {"size": str(2**70), "half": "?"}}
-    work = Arrived(prompt=prompt, completions=[])
+    work = GroupMessage(prompt=prompt, completions=[])
     assert decode_work(encode_work(1, work)) == (1, work)  # on another machine
     assert source.report.training.left_out == {Reason.UNREADABLE: 1}
     assert source.report.training.bad == ["line 2: lists and objects nested more than 32 levels deep"]

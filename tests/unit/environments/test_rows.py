@@ -68,7 +68,7 @@ def test_a_bad_line_spoils_no_other(tmp_path, line, wrong):
     first, bad, last = read(file)
     assert (first.fields, last.fields) == ({"a": 1}, {"a": 2})
     assert (bad.place, bad.fields) == ("line 2", {})
-    assert bad.wrong.startswith(wrong)
+    assert bad.error.startswith(wrong)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_bad_line_spoils_no_other(tmp_path, line, wrong):
 def test_a_json_file_is_a_list_of_objects(tmp_path, content, said):
     file = tmp_path / "rows.json"
     file.write_text('[{"a": 1}, 2]')
-    assert read(file) == [Row("row 1", {"a": 1}), Row("row 2", wrong="must be a JSON object")]
+    assert read(file) == [Row("row 1", {"a": 1}), Row("row 2", error="must be a JSON object")]
     file.write_bytes(content)
     assert refused(read, file).startswith(f"task.path: {said.format(file=file)}")
 
@@ -115,10 +115,10 @@ def refused(call, *arguments):
 def test_a_field_may_lie_in_others():
     nested = schema(prompt_field="data.ask", answer_field="reward_model.ground_truth")
     row = {"data": {"ask": "1 + 1"}, "reward_model": {"ground_truth": "2"}}
-    assert (nested.asked(row), nested.gold_answer(row)) == ("1 + 1", "2")
+    assert (nested.prompt_content(row), nested.gold_answer(row)) == ("1 + 1", "2")
     said = "task.prompt_field=data.ask must be text, or messages of a chat that end with the user's, got nothing"
     for other in ({}, {"data": "1 + 1"}, {"data": {"asks": "1"}}):
-        assert refused(nested.asked, other) == said
+        assert refused(nested.prompt_content, other) == said
 
 
 @pytest.mark.parametrize(
@@ -135,19 +135,19 @@ def test_a_field_may_lie_in_others():
     ],
 )
 def test_a_row_without_a_question_is_refused(content, got):
-    assert refused(schema().asked, {"question": content}).endswith(f", got {got}")
+    assert refused(schema().prompt_content, {"question": content}).endswith(f", got {got}")
 
 
 def test_messages_keep_role_and_content():
     row = {"question": [MESSAGES[0], {**MESSAGES[1], "name": None}]}
-    assert schema().asked(row) == tuple(MESSAGES)
-    assert schema(prompt_template="{{ question[-1].content }}").worded(row, ()) == "Why?"
+    assert schema().prompt_content(row) == tuple(MESSAGES)
+    assert schema(prompt_template="{{ question[-1].content }}").render_prompt(row, ()) == "Why?"
 
 
 def test_a_template_words_the_fields_of_a_row():
     boxed = schema(prompt_template="{{ question }} ({{ of.subject | upper }})\nEnd on \\boxed{}.\n")
     row = {"question": "1 + 1?", "of": {"subject": "sums"}}
-    assert boxed.worded(row, boxed.asked(row)) == "1 + 1? (SUMS)\nEnd on \\boxed{}.\n"
+    assert boxed.render_prompt(row, boxed.prompt_content(row)) == "1 + 1? (SUMS)\nEnd on \\boxed{}.\n"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_template_words_the_fields_of_a_row():
     ],
 )
 def test_a_template_that_fails_is_one_line(template, said):
-    found = refused(lambda: schema(prompt_template=template).worded({"question": "1 + 1?"}, "1 + 1?"))
+    found = refused(lambda: schema(prompt_template=template).render_prompt({"question": "1 + 1?"}, "1 + 1?"))
     assert found.startswith(f"task.prompt_template{said}")
 
 
@@ -173,10 +173,10 @@ def test_the_held_out_file_may_have_fields_of_its_own():
         (schema(held_out=True, **shared, **own), "3?", "4"),
         (schema(**shared, **own), "1!", "2"),
     ):
-        assert (made.worded(row, made.asked(row)), made.gold_answer(row)) == (text, answer)
+        assert (made.render_prompt(row, made.prompt_content(row)), made.gold_answer(row)) == (text, answer)
     made = schema(held_out=True, **shared, **own)
-    assert refused(made.asked, {"a": "1"}).startswith("task.held_out_prompt_field=c must be text")
-    assert refused(made.worded, {"a": "1"}, "1").startswith("task.held_out_prompt_template fails")
+    assert refused(made.prompt_content, {"a": "1"}).startswith("task.held_out_prompt_field=c must be text")
+    assert refused(made.render_prompt, {"a": "1"}, "1").startswith("task.held_out_prompt_template fails")
     assert refused(made.gold_answer, {"b": "1"}).startswith("task.held_out_answer_field=d must be text or a number")
 
 

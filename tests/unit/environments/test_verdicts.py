@@ -12,7 +12,7 @@ import torch
 
 from areal_core.config.groups import EnvironmentConfig
 from areal_core.environments import verdicts
-from areal_core.environments.verdicts import Apart, Failures, Judge, Verdict
+from areal_core.environments.verdicts import Failures, IsolatedVerifier, Judge, Verdict
 from areal_core.errors import ConfigError, RewardError, RewardTimeoutError, UserCodeError, VerifierError
 from areal_core.types import Outcome, Prompt
 
@@ -122,7 +122,7 @@ def test_nothing_that_a_verifier_raises_gets_out(error: BaseException) -> None:
 
 def test_what_a_verdict_apart_raises_gets_out() -> None:
     with pytest.raises(OSError, match="no memory"):
-        judged(Apart(raising(OSError("no memory to fork"))))
+        judged(IsolatedVerifier(raising(OSError("no memory to fork"))))
 
 
 @pytest.mark.parametrize("error", [RewardError("1 2"), OwnError(1, 2)])
@@ -143,7 +143,7 @@ def outcomes(failed: int = 0, timed_out: int = 0, *, of: int = 8) -> dict[Outcom
 def test_first_failure_is_shown_whole_and_repeats_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures(1.0)
     for group in range(25):
-        failures.settled(outcomes(4), FAILURE.replace("completion:", f"completion {group}:"))
+        failures.count_group(outcomes(4), FAILURE.replace("completion:", f"completion {group}:"))
     first, *rest = FAILURE.replace("completion:", "completion 0:").split("\n")
     assert caplog.messages == [first, *rest, f"12 times so far: {first}", f"100 times so far: {first}"]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, *[logging.WARNING] * 4]
@@ -153,9 +153,9 @@ def test_first_failure_is_shown_whole_and_repeats_are_counted(caplog: pytest.Log
 def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group(truncated: int) -> None:
     failures = Failures(0.2)
     for _ in range(3):
-        failures.settled({}, FAILURE)
+        failures.count_group({}, FAILURE)
     with pytest.raises(UserCodeError) as ended:
-        failures.settled(outcomes(8 - truncated), FAILURE, truncated=truncated)
+        failures.count_group(outcomes(8 - truncated), FAILURE, truncated=truncated)
     assert str(ended.value) == (
         "environment.verifier own:check: KeyError: 'anwser' (own.py:4): 100% of the rollouts of the last 4 groups have "
         "no result, more than 20%; fix the verifier, or raise environment.max_no_result"
@@ -165,15 +165,15 @@ def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group(truncated: 
 def test_share_of_the_last_32_groups_decides() -> None:
     failures = Failures(0.2)
     for _ in range(9):
-        failures.failed_try(VerifierError(FAILURE))  # one bad prompt at the start
+        failures.count_failed_attempt(VerifierError(FAILURE))  # one bad prompt at the start
     for group in range(200):
-        failures.settled(outcomes(group % 3 == 0), FAILURE)  # one rollout of 24
+        failures.count_group(outcomes(group % 3 == 0), FAILURE)  # one rollout of 24
     for _ in range(32):
-        failures.settled(outcomes(), None)
+        failures.count_group(outcomes(), None)
     for _ in range(6):
-        failures.settled(outcomes(8), FAILURE)
+        failures.count_group(outcomes(8), FAILURE)
     with pytest.raises(UserCodeError, match="22% of the rollouts of the last 32 groups"):
-        failures.settled(outcomes(8), FAILURE)
+        failures.count_group(outcomes(8), FAILURE)
 
 
 LATE = RewardTimeoutError("own:check: no verdict within 20 s (rollout.reward_timeout_s) (own.py:9)\n    while True")
@@ -182,16 +182,16 @@ LATE = RewardTimeoutError("own:check: no verdict within 20 s (rollout.reward_tim
 def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
     failures = Failures(0.2)
     for _ in range(2):
-        failures.failed_try(LATE)
-        failures.failed_try(RewardError("another"))
-        failures.settled(outcomes(timed_out=8), None)
-        failures.settled({Outcome.INCORRECT: 8}, None, truncated=8)  # which the verifier has not seen
+        failures.count_failed_attempt(LATE)
+        failures.count_failed_attempt(RewardError("another"))
+        failures.count_group(outcomes(timed_out=8), None)
+        failures.count_group({Outcome.INCORRECT: 8}, None, truncated=8)  # which the verifier has not seen
     with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 attempts in a row timed out or killed .*; fix this code"):
-        failures.failed_try(LATE)
+        failures.count_failed_attempt(LATE)
     later = Failures(0.2)
     for _ in range(50):
-        later.settled(outcomes(timed_out=1), None)  # answers that hang now and then end nothing
+        later.count_group(outcomes(timed_out=1), None)  # answers that hang now and then end nothing
         for _ in range(11):
-            later.failed_try(LATE)
+            later.count_failed_attempt(LATE)
     with pytest.raises(UserCodeError, match="12 attempts in a row"):
-        later.failed_try(LATE)
+        later.count_failed_attempt(LATE)

@@ -49,7 +49,7 @@ def test_a_server_that_is_lost_again_and_again_is_told_once(
         collector.over = not left
         raise servers.ServerLostError("it is gone")
 
-    monkeypatch.setattr(servers, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(servers, "_RETRY_S", 0.0)
     own: Any = servers.OwnServers.__new__(servers.OwnServers)
     own._run, own._role, own._count = SimpleNamespace(ready_info=lambda *_: {"url": ""}), "evaluation", 1
     own._completions, own._score = 1, score

@@ -57,5 +57,5 @@ MIXED, RIGHT, WRONG = [sample(1.0), sample(0.0)], [sample(1.0)] * 2, [sample(0.0
 )
 def test_obstacles_name_the_field_to_change(groups: list[list[Sample]], said: list[tuple[bool, str]]) -> None:
     found = judge(records(*groups)).problems(CONFIG)
-    assert [hopeless for hopeless, _ in found] == [hopeless for hopeless, _ in said]
+    assert [fatal for fatal, _ in found] == [fatal for fatal, _ in said]
     assert all(text.startswith(start) for (_, text), (_, start) in zip(found, said, strict=True))

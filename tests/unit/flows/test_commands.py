@@ -13,7 +13,7 @@ import yaml
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError, StorageError
 from areal_core.planning.footprint import check_footprint
-from areal_core.run.prune import HeldRun, State
+from areal_core.run.prune import State, StoredRun
 from flows import cli, watch
 from flows.commands import advise, plan, prune, train
 from flows.commands.compare import parameters
@@ -126,10 +126,10 @@ To delete: leftovers of 2 runs (1.2 MB). No resume needs them.
 To delete whole runs, give --run NAME or --older DAYS."""
 
 
-def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> HeldRun:
+def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> StoredRun:
     changed = time.time() - days * 86400.0 - 60
     sizes = {"local_bytes": 999, "stored_bytes": 1_234_567, "leftover_bytes": leftovers}
-    return HeldRun(run_id=run_id, folder=Path(run_id), storage=None, state=state, changed=changed, **sizes)
+    return StoredRun(run_id=run_id, folder=Path(run_id), storage=None, state=state, changed=changed, **sizes)
 
 
 @pytest.fixture
@@ -139,14 +139,14 @@ def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     runs = [held("old", 40), half, left, held("new", 0, "running")]
 
     def act(what: str) -> Any:
-        def action(run: HeldRun, *_: object) -> None:
+        def action(run: StoredRun, *_: object) -> None:
             if run.run_id == "left" and what == "delete":
                 raise StorageError("storage.url: can't delete it: no rights")
             done.append((what, run.run_id))
 
         return action
 
-    monkeypatch.setattr(prune, "held_runs", lambda config, log: runs)
+    monkeypatch.setattr(prune, "stored_runs", lambda config, log: runs)
     monkeypatch.setattr(prune, "delete", act("delete"))
     monkeypatch.setattr(prune, "free_leftovers", act("free"))
     return done

@@ -12,8 +12,8 @@ from prefect.states import Failed
 
 from areal_core.errors import ConfigError, DivergenceError, ProcessError, StorageError
 from flows import compare, page, reap
-from flows.compare import _worth_another_try
-from flows.provision.reaper import Reaped
+from flows.compare import _should_retry
+from flows.provision.reaper import ReapResult
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ from flows.provision.reaper import Reaped
 def test_only_what_may_end_otherwise_is_tried_again(error: Exception, again: bool, returned: bool) -> None:
     state: Any = Failed(data=Failed(message=str(error), data=error) if returned else error)  # as Prefect wraps them
     task: Any = compare.trial
-    assert _worth_another_try(task, TaskRun.model_construct(run_count=2), state) == again
+    assert _should_retry(task, TaskRun.model_construct(run_count=2), state) == again
     assert task.retries == 1
 
 
-ENDED = Reaped(run="first", ended="1 aws_instance", cost="$1.00")
-FAILED = Reaped(run="second", failed="no rights")
+ENDED = ReapResult(run="first", ended="1 aws_instance", cost="$1.00")
+FAILED = ReapResult(run="second", failed="no rights")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_flow_ends_with_what_the_reaper_has_done(
     said: list[str] = []
 
     def reaper_of(state: Path, store: str | None, log: Any, forget: Any) -> Any:
-        def do() -> list[Reaped]:
+        def do() -> list[ReapResult]:
             if isinstance(reaped, StorageError):
                 raise reaped
             for one in reaped:
@@ -70,7 +70,7 @@ def test_flow_ends_with_what_the_reaper_has_done(
 
     monkeypatch.setattr(reap, "reaper_of", reaper_of)
     for module in (reap, page):
-        monkeypatch.setattr(module, "told", lambda what, *_: said.append(what))
+        monkeypatch.setattr(module, "retry", lambda what, *_: said.append(what))
     monkeypatch.setattr(reap, "get_client", lambda **_: contextlib.nullcontext())
     with disable_run_logger():
         state = reap.areal_reap.fn()

@@ -38,7 +38,7 @@ def test_each_node_counts_from_when_it_was_first_seen_to_when_it_was_last() -> N
 
 
 def test_what_was_noted_goes_on_in_another_process() -> None:
-    noted = json.loads(json.dumps(observed({"trainer": 30.0, "generation": 10.0}).noted()))
+    noted = json.loads(json.dumps(observed({"trainer": 30.0, "generation": 10.0}).state()))
     later = Meter({}, noted)
     later.observe([SECOND], 1000.0 + 10800.0)
     later.observe([TRAINER], 1000.0)  # a clock that is behind takes nothing away

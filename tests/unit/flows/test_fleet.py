@@ -15,7 +15,7 @@ from areal_core.config.groups import NodesConfig, ProvisionConfig
 from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from areal_core.storage.lease import LeaseLostError
 from flows import on_nodes
-from flows.fleet import Fleet, Seen, Stage
+from flows.fleet import Fleet, ShareState, Stage
 from flows.provision.nodes import Host
 
 CPU = NodesConfig(gpu="none", gpus=0)
@@ -38,7 +38,7 @@ class Cloud:
         self.now = 0.0
         self.numbers: dict[str, int] = dict.fromkeys(("generation-0", "generation-1", "trainer-0"), 0)
         self.silence: dict[str, float] = {}  # by node
-        self.shares: dict[str, Seen] = {}
+        self.shares: dict[str, ShareState] = {}
         self.names: dict[str, str] = {}  # of shares, by id
         self.refuses: list[ProvisionError] = []
         self.replaced: list[list[str]] = []
@@ -65,20 +65,20 @@ class Cloud:
 
     # -- Work
 
-    def give(self, role: str, index: int) -> str:
+    def submit(self, role: str, index: int) -> str:
         share = f"{role}-{index}/{sum(name == f'{role}-{index}' for name in self.names.values())}"
         self.names[share] = f"{role}-{index}"
-        self.shares[share] = Seen(Stage.WAITS, None, "")
+        self.shares[share] = ShareState(Stage.WAITING, None, "")
         return share
 
-    def seen(self, ids: Iterable[str]) -> Mapping[str, Seen]:
+    def states(self, ids: Iterable[str]) -> Mapping[str, ShareState]:
         return {each: self.shares[each] for each in ids}
 
-    def lose(self, share: str, reason: str) -> None:
+    def mark_lost(self, share: str, reason: str) -> None:
         self.lost.append(share)
         self.shares[share] = replace(self.shares[share], stage=Stage.FAILED, message=reason)
 
-    def silent_s(self) -> Mapping[str, float]:
+    def heartbeat_age_s(self) -> Mapping[str, float]:
         return dict(self.silence)
 
     # -- what happens
@@ -90,7 +90,7 @@ class Cloud:
         """With looks in between."""
         for _ in range(int(seconds)):
             self.now += 1.0
-            fleet.look()
+            fleet.reconcile()
 
     def newest(self, name: str) -> str:
         return [share for share, of in self.names.items() if of == name][-1]
@@ -99,11 +99,11 @@ class Cloud:
         """All nodes are there, and every share that waits is at work."""
         for name in self.numbers:
             self.silence.setdefault(self.node(name), 0.0)
-            if self.shares[self.newest(name)].stage is Stage.WAITS:
-                self.becomes(name, Stage.RUNS)
+            if self.shares[self.newest(name)].stage is Stage.WAITING:
+                self.becomes(name, Stage.RUNNING)
 
     def becomes(self, name: str, stage: Stage, message: str = "") -> None:
-        self.shares[self.newest(name)] = Seen(stage, self.node(name), message)
+        self.shares[self.newest(name)] = ShareState(stage, self.node(name), message)
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ def fleet_of(
     with Fleet(config, cloud.hosts(), shares, None if given else shares, restarts=2, **options) as fleet:
         if up:
             cloud.up()
-        fleet.look()
+        fleet.reconcile()
         yield fleet
 
 
 def all_run(fleet: Fleet) -> bool:
-    return all(share.seen.stage is Stage.RUNS for share in fleet.shares)
+    return all(share.state.stage is Stage.RUNNING for share in fleet.shares)
 
 
 def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
@@ -133,7 +133,7 @@ def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
-        fleet.look()
+        fleet.reconcile()
         time.sleep(0.001)
 
 
@@ -148,10 +148,10 @@ def test_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again
         assert cloud.replaced == [[name]]
         assert cloud.newest("generation-0") == "generation-0/0"  # the others stay
         cloud.up()
-        fleet.look()
+        fleet.reconcile()
         assert all_run(fleet)
         cloud.becomes("trainer-0", stage_at_end := Stage.DONE if name == "trainer-0" else Stage.CANCELLED)
-        fleet.look()
+        fleet.reconcile()
         assert (fleet.over, fleet.cancelled) == (stage_at_end is Stage.DONE, stage_at_end is Stage.CANCELLED)
 
 
@@ -179,7 +179,7 @@ def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_node_that_never_comes_up_is_replaced(cloud: Cloud, taken: bool) -> None:
     """Its share goes on waiting, unless the node takes it at the last moment."""
-    late = Seen(Stage.RUNS, cloud.node("generation-1"), "")
+    late = ShareState(Stage.RUNNING, cloud.node("generation-1"), "")
 
     def replace_late(names: Iterable[str]) -> list[Host]:
         cloud.shares["generation-1/0"] = late
@@ -190,9 +190,9 @@ def test_a_node_that_never_comes_up_is_replaced(cloud: Cloud, taken: bool) -> No
     with fleet_of(cloud, up=False) as fleet:
         for name in ("trainer-0", "generation-0"):
             cloud.silence[cloud.node(name)] = 0.0
-            cloud.becomes(name, Stage.RUNS)
+            cloud.becomes(name, Stage.RUNNING)
         cloud.now = 99.0
-        fleet.look()
+        fleet.reconcile()
         assert cloud.replaced == []
         cloud.now = 101.0
         until(fleet, lambda: cloud.replaced == [["generation-1"]])
@@ -208,7 +208,7 @@ def test_refused_replacement_is_tried_again_and_the_run_goes_on(cloud: Cloud) ->
         cloud.becomes("generation-0", Stage.RECLAIMED)
         until(fleet, lambda: not cloud.refuses)
         until(fleet, lambda: any("InsufficientInstanceCapacity" in line for line in cloud.said))
-        fleet.look()
+        fleet.reconcile()
         assert cloud.replaced == []  # a minute has not passed
         cloud.now += 61.0
         until(fleet, lambda: cloud.replaced == [["generation-0"]])
@@ -231,14 +231,14 @@ def test_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud:
     with fleet_of(cloud) as fleet:
         for number in (1, 2):
             cloud.becomes("generation-1", Stage.FAILED, "its processes died")
-            fleet.look()
+            fleet.reconcile()
             assert cloud.newest("generation-1") == f"generation-1/{number}"
         cloud.becomes("generation-1", Stage.FAILED, "its processes died")
-        fleet.look()
+        fleet.reconcile()
         assert any("continues without it: its processes died" in line for line in cloud.said)
         cloud.becomes("generation-0", Stage.CANCELLED)
         with pytest.raises(ProcessError, match="no generation node is left"):
-            fleet.look()
+            fleet.reconcile()
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def test_head_node_that_fails_again_and_again_or_is_refused_is_the_end(
     with fleet_of(cloud) as fleet:
         for _ in range(times - 1):
             cloud.becomes("trainer-0", stage, message)
-            fleet.look()
+            fleet.reconcile()
         cloud.becomes("trainer-0", stage, message)
         with pytest.raises(type(error), match=str(error)):
-            fleet.look()
+            fleet.reconcile()
 
 
 def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
@@ -265,26 +265,26 @@ def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
         cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
         cloud.up()
-        fleet.look()
+        fleet.reconcile()
         cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
-        fleet.look()
+        fleet.reconcile()
         assert any("no replacement is left (provision.replacements=1)" in line for line in cloud.said)
         cloud.becomes("trainer-0", Stage.RECLAIMED, "it is reclaimed")
         with pytest.raises(
             ProcessError, match=r"^trainer-0: it is reclaimed; no replacement is left \(provision\.replacements=1\)"
         ):
-            fleet.look()
+            fleet.reconcile()
 
 
 def test_share_that_could_not_be_given_out_is_given_out_later(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     with fleet_of(cloud) as fleet:
         cloud.becomes("generation-0", Stage.FAILED, "its processes died")
         with monkeypatch.context() as away:
-            away.setattr(cloud, "give", MagicMock(side_effect=OSError("Prefect is away")))
+            away.setattr(cloud, "submit", MagicMock(side_effect=OSError("Prefect is away")))
             for _ in range(5):
                 with pytest.raises(OSError, match="away"):
-                    fleet.look()
-        fleet.look()
+                    fleet.reconcile()
+        fleet.reconcile()
         assert cloud.newest("generation-0") == "generation-0/1"
         assert next(share for share in fleet.shares if share.name == "generation-0").failures == 1
 
@@ -293,11 +293,11 @@ def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
     with fleet_of(cloud, given=True) as fleet:
         cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 1000.0
-        fleet.look()
+        fleet.reconcile()
         assert any("generation-0 failed for good" in line for line in cloud.said)
         cloud.becomes("trainer-0", Stage.BAD_NODE, "no driver")
         with pytest.raises(ProcessError, match=r"^trainer-0: no driver$"):
-            fleet.look()
+            fleet.reconcile()
 
 
 class AskedToEndError(BaseException):
@@ -321,7 +321,7 @@ def test_what_becomes_of_the_shares_of_a_run_that_fails(
     on_nodes.Fleet.return_value.__exit__.return_value = False  # pyright: ignore[reportAttributeAccessIssue]
     shares = MagicMock(stop=calls.stop, close=calls.close)
     supply = MagicMock(hand_over=calls.hand_over)
-    with pytest.raises(type(error)), on_nodes._given_out(MagicMock(), [], shares, supply, print):
+    with pytest.raises(type(error)), on_nodes._assigned_shares(MagicMock(), [], shares, supply, print):
         raise error
     assert [call[0] for call in calls.method_calls] == done
 
@@ -333,20 +333,20 @@ def test_the_reaper_is_called_where_the_flow_is_asked_to_end(
     client = MagicMock()
     client.__enter__.return_value = client
     monkeypatch.setattr(on_nodes, "get_client", lambda **_: client)
-    with pytest.raises(type(error)), on_nodes._reaped_where_cancelled():
+    with pytest.raises(type(error)), on_nodes._reap_on_cancel():
         raise error
     assert client.create_flow_run_from_deployment.called is called
 
 
 def test_a_node_that_does_not_see_the_end_of_its_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_S", "_SEE_S"):
+    for name in ("_POLL_S", "_NOTICE_END_S"):
         monkeypatch.setattr(on_nodes, name, 0.01)
     monkeypatch.setattr(on_nodes, "_show_progress", MagicMock())
     config = ProvisionConfig(kind="terraform", image="ami-1", generation=CPU, trainer=CPU)
     work, progress = MagicMock(), MagicMock()
-    work.give = lambda role, index: f"{role}-{index}"
-    work.seen = lambda ids: {each: Seen(Stage.DONE if each == "trainer-0" else Stage.RUNS, None, "") for each in ids}
-    progress.cancelled_unheard.return_value = False
+    work.submit = lambda role, index: f"{role}-{index}"
+    work.states = lambda ids: {i: ShareState(Stage.DONE if i == "trainer-0" else Stage.RUNNING, None, "") for i in ids}
+    progress.cancel_ignored.return_value = False
     with Fleet(config, [], work, None, restarts=0) as fleet:
         on_nodes._watch(fleet, None, progress, MagicMock(), MagicMock())
-        assert not fleet.of("generation")[0].seen.stage.over
+        assert not fleet.of("generation")[0].state.stage.ended

@@ -24,9 +24,9 @@ from flows.commands import nodes as nodes_command
 from flows.commands import reap as reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
-from flows.provision.leases import By, Claimant, Clock, Held, HeldError, Lease, Leases, name_of
-from flows.provision.nodes import Found
-from flows.provision.reaper import Reaped
+from flows.provision.leases import Claimant, Clock, HeldLease, HolderKind, Lease, LeaseHeldError, Leases, name_of
+from flows.provision.nodes import CloudResource
+from flows.provision.reaper import ReapResult
 from flows.provision.terraform import Plan
 from tests.provisioning.model import (
     INSTANCE,
@@ -67,7 +67,7 @@ def made(world: World, **options: Any) -> None:
         nodes.hand_over()
 
 
-def ended_by_the_reaper(world: World) -> Reaped:
+def ended_by_the_reaper(world: World) -> ReapResult:
     (reaped,) = world.reaper("r").reap()
     assert (reaped.failed, world.there, world.lease()) == (None, {}, None)
     return reaped
@@ -110,11 +110,11 @@ def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World
         hosts = nodes.make()
     assert (world.lease() or {})["request"].items() >= REQUEST.items()
     assert world.reaper("r").reap() == []
-    with pytest.raises(HeldError), world.nodes("b", patience_s=0.0):
+    with pytest.raises(LeaseHeldError), world.nodes("b", patience_s=0.0):
         pass
     with world.nodes("a", prices={"trainer": 1.0}) as nodes:  # the flow run's next process
         assert nodes.make() == hosts
-        assert nodes.spent().noted()["nodes"].keys() == {host.id for host in hosts}
+        assert nodes.spent().state()["nodes"].keys() == {host.id for host in hosts}
 
 
 @pytest.mark.parametrize(
@@ -251,14 +251,14 @@ def test_reaper_repeats_what_fails_for_reasons_that_pass(world: World) -> None:
 
 @pytest.mark.parametrize("code", ["DependencyViolation", "DeleteConflict", "InvalidPlacementGroup.InUse"])
 def test_what_is_still_used_is_ended_a_little_later(code: str) -> None:
-    assert leased.passes(ProvisionError(f"aws: An error occurred ({code}) when calling the Delete operation: in use"))
+    assert leased.is_transient(ProvisionError(f"aws: An error occurred ({code}) when calling Delete: in use"))
 
 
 def test_what_the_cloud_still_lists_is_looked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     made(world)
     world.there.clear()
     looks = itertools.count()
-    listed = [Found(kind=ROLE, id="areal-r", run=RUN)]
+    listed = [CloudResource(kind=ROLE, id="areal-r", run=RUN)]
     monkeypatch.setattr(Cloud, "found", lambda self, run=None: listed if next(looks) < 3 else [])
     assert ended_by_the_reaper(world).ended == "1 aws_iam_role"
 
@@ -276,7 +276,7 @@ def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest
         monkeypatch.setattr(leased, "boot_id", lambda: "of another boot")
         shutil.copytree(world.folder / "a", world.folder / "clone")
         with (
-            pytest.raises(HeldError, match="holds the lease of its nodes until "),
+            pytest.raises(LeaseHeldError, match="holds the lease of its nodes until "),
             world.nodes("clone", patience_s=0.0),
         ):
             pass
@@ -296,7 +296,7 @@ def test_runs_of_another_store_are_left_alone_and_a_store_that_is_away_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(world)
-    found = [dataclasses.replace(each, near=False) for each in Cloud(world, "r").found()]
+    found = [dataclasses.replace(each, own_vpc=False) for each in Cloud(world, "r").found()]
     del world.objects[LEASE]
     monkeypatch.setattr(Cloud, "found", lambda self, run=None: found)
     assert world.reaper("r").reap() == []
@@ -346,7 +346,7 @@ def test_nodes_by_hand_live_until_they_expire(
     assert run_nodes("apply", "--yes", "--replace", "trainer-0") == 0
     assert run_nodes("hosts") == 0
     assert world.state["trainer-0"][1] in capsys.readouterr().out
-    with pytest.raises(HeldError, match="created its nodes by hand"), world.nodes("a", patience_s=0.0):
+    with pytest.raises(LeaseHeldError, match="created its nodes by hand"), world.nodes("a", patience_s=0.0):
         pass
     world.now = EXPIRES_AT + MARGIN_S + 1.0
     assert ended_by_the_reaper(world).over_since == "2037-01-31T12:00:00Z"
@@ -398,7 +398,7 @@ def leases(tmp_path: Path, time: Time) -> Leases:
     return Leases(Storage.open(str(tmp_path)), margin_s=MARGIN_S, clock=time.clock)
 
 
-def acquire(leases: Leases, where: str = "a", by: By = "flow", **options: Any) -> Held:
+def acquire(leases: Leases, where: str = "a", by: HolderKind = "flow", **options: Any) -> HeldLease:
     options = {"request": REQUEST, **options}
     return leases.acquire(RUN, Claimant(owner=f"{where}@example.org", by=by, where=where), LENGTH_S, **options)
 
@@ -421,7 +421,7 @@ def test_new_lease_says_all_that_it_takes_to_end_the_nodes(leases: Leases, time:
     refused = (
         rf"^run {RUN}: a flow of a@example\.org on a holds the lease of its nodes until 2001-09-09T01:51:40Z or lo"
     )
-    with pytest.raises(HeldError, match=refused):
+    with pytest.raises(LeaseHeldError, match=refused):
         acquire(leases, "b")
 
 
@@ -433,7 +433,7 @@ def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
     assert second.lease.spent == {"nodes": {"i-1": ("trainer", 1.0, 2.0)}}
     with pytest.raises(LeaseLostError):
         first.renew()
-    with pytest.raises(HeldError):  # a command is not the flow's next process
+    with pytest.raises(LeaseHeldError):  # a command is not the flow's next process
         acquire(leases, by="command")
 
 
@@ -443,7 +443,7 @@ def test_dead_holder_is_waited_for_and_a_living_one_is_not(leases: Leases, time:
     second = acquire(leases, "b", patience_s=LENGTH_S + MARGIN_S + 2.0)
     assert LENGTH_S + MARGIN_S < time.now - began <= LENGTH_S + MARGIN_S + 2.0
     began, time.meanwhile = time.now, [lambda: None, second.renew]
-    with pytest.raises(HeldError):
+    with pytest.raises(LeaseHeldError):
         acquire(leases, "c", patience_s=1e6)
     assert time.now - began < LENGTH_S
 
@@ -462,12 +462,12 @@ def test_one_that_was_given_back_is_anybody_s(leases: Leases, tmp_path: Path) ->
 
 def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, time: Time) -> None:
     first = acquire(leases)
-    with pytest.raises(HeldError, match=rf"^run {RUN}: the lease of a@example\.org on its nodes runs until "):
+    with pytest.raises(LeaseHeldError, match=rf"^run {RUN}: the lease of a@example\.org on its nodes runs until "):
         acquire(leases, "reaper", by="reaper", request=None)
     time.now += LENGTH_S + MARGIN_S + 0.1
     reaper = acquire(leases, "reaper", by="reaper", request=None)
     assert (reaper.lease.owner, reaper.lease.request) == ("a@example.org", REQUEST)
-    with pytest.raises(HeldError):
+    with pytest.raises(LeaseHeldError):
         acquire(leases, "other", by="reaper", request=None)
     with pytest.raises(LeaseLostError, match=r"a reaper on reaper has taken over the lease of its nodes$"):
         first.renew()
@@ -502,13 +502,13 @@ def test_object_that_is_no_lease_counts_as_over(
 
 
 def test_a_write_whose_answer_was_lost_is_one_s_own(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, put = acquire(leases), leases.storage.put_over
+    held, put = acquire(leases), leases.storage.put_if_unchanged
 
     def unanswered(name: str, data: bytes, mark: str | None) -> str:
         put(name, data, mark)
         raise StorageError("no answer")
 
-    monkeypatch.setattr(leases.storage, "put_over", unanswered)
+    monkeypatch.setattr(leases.storage, "put_if_unchanged", unanswered)
     with pytest.raises(StorageError):
         held.put_down()
     assert held.remaining_s() < 0.0  # it may be anybody's

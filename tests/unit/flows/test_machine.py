@@ -82,18 +82,18 @@ def test_gpus_that_are_missing(
     if found is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{found}'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    assert machine.gpu_trouble(NodesConfig(gpus=0, gpu="none")) is None
-    said = machine.gpu_trouble(NodesConfig())
+    assert machine.gpu_problem(NodesConfig(gpus=0, gpu="none")) is None
+    said = machine.gpu_problem(NodesConfig())
     assert (said or "").startswith(line) if line else said is None
 
 
 def test_a_notice_is_heeded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_METADATA", f"http://127.0.0.1:{server.server_port}/latest")
-    monkeypatch.setattr(machine, "_LOOK_S", 0.01)
+    monkeypatch.setattr(machine, "_POLL_S", 0.01)
     said: list[str] = []
     heeded: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with machine.Notice(said.append) as looked:
-        looked.heed(heeded.put)
+    with machine.ReclaimNotice(said.append) as looked:
+        looked.on_arrival(heeded.put)
         assert looked.text is None
         server.reclaimed = True
         assert heeded.get(timeout=20.0) == '{"action": "terminate"}' == looked.text
@@ -157,8 +157,8 @@ def test_node_becomes_the_worker_of_its_queue(tmp_path: Path, monkeypatch: pytes
 
 def test_a_password_that_mlflow_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "secret_values", lambda *_: {"prefect": "a:b", "mlflow": "planted"})
-    told = control.Control(str(tmp_path), str(tmp_path), "s3://b", "us-east-1", "/areal/prefect", "/areal/mlflow")
-    monkeypatch.setattr(control, "told", lambda kind: told)
+    boot = control.Control(str(tmp_path), str(tmp_path), "s3://b", "us-east-1", "/areal/prefect", "/areal/mlflow")
+    monkeypatch.setattr(control, "read_boot_file", lambda kind: boot)
     monkeypatch.setenv(control.MARK, "")
     with pytest.raises(ConfigError, match=r"^/areal/mlflow: must have at least 12 characters, got \d+$"):
         control.serve()
@@ -257,13 +257,13 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
     assert Aws(REGION, account.network).found() == []
     account.iam.delete_role(RoleName="areal-first-trainer-0a1b2c")
     first, second = account.make("first"), account.make("second.1")
-    assert not any(each.near for each in Aws(REGION, "vpc-of-another-one").found())
+    assert not any(each.own_vpc for each in Aws(REGION, "vpc-of-another-one").found())
     cloud = Aws(REGION, account.network)
     found = cloud.found("first")
     assert {each.kind: each.id for each in found} == first
     assert (found[0].kind, found[0].role) == ("aws_instance", "trainer")
     assert {each.run for each in found} == {"first"}
-    assert {each.kind for each in found if each.near} == {"aws_instance", "aws_security_group"}
+    assert {each.kind for each in found if each.own_vpc} == {"aws_instance", "aws_security_group"}
     assert {each.kind for each in found if each.since is None} == {"aws_placement_group", "aws_security_group"}
     every = cloud.found()
     assert {(each.kind, each.id) for each in every} == {*first.items(), *second.items()}

@@ -18,7 +18,7 @@ from prefect.states import Cancelling, Running
 from areal_core.controller import health
 from areal_core.types import Alert
 from flows import page
-from flows.page import Alerts, Progress, told
+from flows.page import Alerts, Progress, retry
 from flows.worker import AUTOMATIONS
 
 _REQUEST = httpx.Request("GET", "http://prefect")
@@ -48,9 +48,9 @@ def test_progress_is_shown_when_the_server_is_there(client: MagicMock) -> None:
 
 
 def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(page, "_RETRY_S", 0.0)
     said = list[str]()
-    assert told("store the result", MagicMock(side_effect=[_AWAY, _BUSY, _AWAY, "made"]), said.append) == "made"
+    assert retry("store the result", MagicMock(side_effect=[_AWAY, _BUSY, _AWAY, "made"]), said.append) == "made"
     assert said == ["Prefect's server does not respond; retrying to store the result: refused"]
 
 
@@ -60,7 +60,7 @@ def test_result_that_can_not_be_told_fails_nothing(
 ) -> None:
     monkeypatch.setattr(page, "PATIENCE_S", patience_s)
     said: list[str] = []
-    assert told("store the result", MagicMock(side_effect=error), said.append) is None
+    assert retry("store the result", MagicMock(side_effect=error), said.append) is None
     assert said == [f"Prefect's server: could not store the result: {error}"]
 
 
@@ -71,7 +71,7 @@ def test_a_flow_run_that_nobody_cancels_is_noticed(client: MagicMock) -> None:
         for now.s in range(0, 100, 2):
             state = Cancelling() if now.s >= 50 else Running()
             client.read_flow_run.side_effect = _AWAY if now.s == 60 else [SimpleNamespace(state=state)]
-            if progress.cancelled_unheard():
+            if progress.cancel_ignored():
                 noticed.append(now.s)
     assert noticed[0] == 70
 
@@ -79,14 +79,14 @@ def test_a_flow_run_that_nobody_cancels_is_noticed(client: MagicMock) -> None:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Event and text of what was told."""
-    told: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
 
     def emit(event: str, resource: dict[str, str], payload: dict[str, Any]) -> None:
         assert resource["prefect.resource.id"] == "areal.run.r"
-        told.append((event, payload["text"]))
+        events.append((event, payload["text"]))
 
     monkeypatch.setattr(page, "emit_event", emit)
-    return told
+    return events
 
 
 def test_each_is_told_when_it_begins(events: list[tuple[str, str]]) -> None:

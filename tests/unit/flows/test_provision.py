@@ -74,7 +74,7 @@ def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
     held = {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")}
     for printed, found in (("", set[Any]()), (json.dumps({"resources": resources}), held)):
         says(f"print({printed!r}) or sys.exit()")
-        assert root.held() == found
+        assert root.resources() == found
 
 
 def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> None:

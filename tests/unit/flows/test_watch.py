@@ -75,7 +75,7 @@ def test_a_second_interrupt_kills_the_servers_of_the_command(
 ) -> None:
     client, stopped = _Client(*interrupted), []
     up = SimpleNamespace(pages="", owner="train", environment={}, prefect_api=None)
-    launch = SimpleNamespace(wait_ready=lambda: up, news=list, stop=lambda *, at_once: stopped.append(at_once))
+    launch = SimpleNamespace(wait_ready=lambda: up, new_messages=list, stop=lambda *, at_once: stopped.append(at_once))
     monkeypatch.setattr("prefect.get_client", lambda **_: client)
     monkeypatch.setattr("prefect.utilities.urls.url_for", lambda _: None)
     monkeypatch.setattr(watch.signal, "signal", lambda *_: None)

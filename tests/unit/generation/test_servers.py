@@ -89,7 +89,7 @@ def test_bodies_that_are_refused(body, kind, param):
 def test_settings_that_can_not_be_served_end_with_status_2(tmp_path, monkeypatch, caplog, options, field):
     write_tiny(tmp_path)
     monkeypatch.setattr(routes.logs, "start", lambda role: None)
-    monkeypatch.setattr(routes.process, "adopt", lambda ready_file: None)
+    monkeypatch.setattr(routes.process, "tie_to_parent", lambda ready_file: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [option.format(port=taken.getsockname()[1]) for option in options]
         monkeypatch.setattr("sys.argv", ["routes", "--model", str(tmp_path), "--host", "127.0.0.1", *given])
@@ -146,14 +146,14 @@ async def test_a_caller_that_goes_away_ends_nothing(thread: EngineThread) -> Non
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    thread.tell(finish)
+    thread.submit(finish)
     assert (await asyncio.wait_for(thread.load(), 10)).running == 0
 
 
 async def test_a_drain_ends_when_its_last_completions_are_aborted(thread: EngineThread) -> None:
     draining = asyncio.ensure_future(thread.pause("wait", clear_cache=True))
     await thread.load()  # commands are carried out in order: the thread drains now
-    thread.tell(finish)
+    thread.submit(finish)
     await asyncio.wait_for(draining, 10)
     assert thread.is_paused
 

@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.config.groups import LaunchConfig
 from areal_core.launch import heartbeat
-from areal_core.launch.heartbeat import Heartbeat, Looks, Standstill, Watchdog, kernel_state
+from areal_core.launch.heartbeat import CheckTimer, Heartbeat, Standstill, Watchdog, kernel_state
 
 STARTING = Heartbeat(pid=0, beats=0, turns=None, progress=0, doing="starting", waits_for=None)
 Beat = Callable[[], Heartbeat]
@@ -23,7 +23,7 @@ Beat = Callable[[], Heartbeat]
 @pytest.fixture
 def beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
     """The next record of a process that has said nothing yet."""
-    monkeypatch.setattr(heartbeat, "_said", dataclasses.replace(STARTING))
+    monkeypatch.setattr(heartbeat, "_state", dataclasses.replace(STARTING))
     monkeypatch.setattr(heartbeat, "_loop", None)
     numbers = itertools.count(1)
 
@@ -38,9 +38,9 @@ def beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
 
 def test_a_process_says_what_it_does_and_whom_it_waits_for(beat: Beat) -> None:
     assert beat() == dataclasses.replace(STARTING, pid=os.getpid(), beats=1)
-    heartbeat.say("step 1: training")
+    heartbeat.report("step 1: training")
     with heartbeat.waiting("the store", "a checkpoint"):
-        heartbeat.say("a checkpoint", waits_for="the store")  # the same words are no progress
+        heartbeat.report("a checkpoint", waits_for="the store")  # the same words are no progress
         waits = beat()
     assert (waits.beats, waits.doing, waits.waits_for, waits.progress) == (2, "a checkpoint", "the store", 2)
     heartbeat.progressed()
@@ -56,16 +56,16 @@ def test_one_that_is_ready_and_says_nothing_owes_no_progress(beat: Beat) -> None
 
 
 async def test_an_event_loop_that_stands_still_turns_no_more_while_the_process_beats(beat: Beat) -> None:
-    heartbeat.follow(asyncio.get_running_loop())
+    heartbeat.watch_loop(asyncio.get_running_loop())
     assert [beat().turns for _ in range(3)] == [0, 0, 0]
     await asyncio.sleep(0)
     assert beat().turns == 3
 
 
 def test_a_shorter_record_replaces_a_longer_one_and_half_a_record_is_none(beat: Beat, tmp_path: Path) -> None:
-    heartbeat.say("x" * 150)
+    heartbeat.report("x" * 150)
     assert beat().doing == "x" * 150
-    heartbeat.say("x")
+    heartbeat.report("x")
     assert beat().doing == "x"
     assert heartbeat.read(tmp_path / "none") is None
     for text in ("", '{"pid": 1, "bea', json.dumps({"pid": 1})):
@@ -98,7 +98,7 @@ class Process:
             its = dataclasses.replace(its, beats=its.beats + beats, progress=its.progress + progress)
             self.said = its if its.turns is None else dataclasses.replace(its, turns=its.turns + turns)
             put(self.file.parent, self.file.name, self.said)
-            found = self.watchdog.look(1.0)
+            found = self.watchdog.check(1.0)
         return found
 
 
@@ -131,13 +131,13 @@ def test_process_that_does_not_beat_or_get_on_is_found(tmp_path: Path) -> None:
 def test_a_clock_that_jumps_makes_nobody_silent() -> None:
     """As that of a launcher that was stopped for an hour."""
     now = [0.0]
-    looks = Looks(lambda: now[0])
+    timer = CheckTimer(lambda: now[0])
     now[0] = 0.9
-    assert looks.elapsed() == 0.0
+    assert timer.elapsed() == 0.0
     now[0] = 1.0
-    assert looks.elapsed() == 1.0
+    assert timer.elapsed() == 1.0
     now[0] = 3601.0
-    assert looks.elapsed() == 3.0
+    assert timer.elapsed() == 3.0
 
 
 def told(folder: Path, looks: int, *, beats: bool = True) -> str | None:
@@ -148,7 +148,7 @@ def told(folder: Path, looks: int, *, beats: bool = True) -> str | None:
             said = heartbeat.read(file)
             assert said is not None
             put(folder, file.name, dataclasses.replace(said, beats=said.beats + beats))
-        found = standstill.look(1.0)
+        found = standstill.check(1.0)
     return found
 
 
@@ -169,11 +169,11 @@ def test_look_between_two_beats_says_nothing(tmp_path: Path) -> None:
     standstill = Standstill(tmp_path, LAUNCH)
     for beats in range(12):
         put(tmp_path, "controller-0", dataclasses.replace(WAITS, beats=beats))
-        told = [standstill.look(1.0) for _ in range(2)]
+        told = [standstill.check(1.0) for _ in range(2)]
     assert told == [None, None]
     for beats in range(12, 22):
         put(tmp_path, "controller-0", dataclasses.replace(WAITS, beats=beats))
-        told = [standstill.look(1.0) for _ in range(2)]
+        told = [standstill.check(1.0) for _ in range(2)]
     assert told[0] is not None
 
 

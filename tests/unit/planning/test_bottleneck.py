@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.planning.bottleneck import account, bound, explain
+from areal_core.planning.bottleneck import describe_bottleneck, explain, usage
 from areal_core.tracking.timeline import Span
 
 START = 1000.0  # s since the Unix epoch
@@ -33,8 +33,8 @@ def spans(cpu_s: float | None = None, **processes: list[Doing]) -> list[Span]:
 
 def judged(chosen: RunConfig, found: list[Span], *, used: float | None = None, controller_cpu_s: float = 0.0) -> str:
     """The report of ten seconds."""
-    counted = account(found, chosen, start_s=START, end_s=START + 10, controller_cpu_s=controller_cpu_s)
-    return bound(counted, chosen, used=used)
+    counted = usage(found, chosen, start_s=START, end_s=START + 10, controller_cpu_s=controller_cpu_s)
+    return describe_bottleneck(counted, chosen, used=used)
 
 
 def both(servers: list[Doing], ranks: list[Doing], count: int = 2) -> dict[str, list[Doing]]:
@@ -53,7 +53,7 @@ def test_a_role_has_the_time_of_its_processes_and_an_edge_cuts_a_span() -> None:
         generation_0=[("generate", -6, 2), ("wait", 2, 14), ("generate", 14, 20)],
         generation_1=[("generate", 0, 2), ("update", 2, 3), ("wait", 3, 8)],
     )
-    counted = account(found, cores(), start_s=START, end_s=START + 8)
+    counted = usage(found, cores(), start_s=START, end_s=START + 8)
     assert counted.wall_s == 8
     assert counted.share("generation", "generate") == pytest.approx(4 / 16)
     assert counted.share("generation", "wait", "update") == pytest.approx(12 / 16)
@@ -69,16 +69,16 @@ def test_devices_are_occupied_by_as_many_as_there_are() -> None:
         generation_1=[("generate", 2, 4), ("update", 4, 5)],
         trainer_0=[("train", 2, 6)],
     )
-    assert account(found, cores(), start_s=START, end_s=START + 10).occupied == pytest.approx((2 + 4 + 2) / 20)
+    assert usage(found, cores(), start_s=START, end_s=START + 10).occupied == pytest.approx((2 + 4 + 2) / 20)
     engine = {"engine": "emulated"}
     emulated = load({"generation": engine, "training": engine | {"ranks": 3}, "launch": {"devices": 4}})
     found = spans(generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 5)])
-    assert account(found, emulated, start_s=START, end_s=START + 10).occupied == pytest.approx((10 + 15) / 40)
+    assert usage(found, emulated, start_s=START, end_s=START + 10).occupied == pytest.approx((10 + 15) / 40)
 
 
 def test_reward_workers_of_other_machines_take_nothing_from_the_runs_cores() -> None:
     found = spans(cpu_s=4.0, rewards_0=[("score", 0, 5)], rewards_1=[("score", 0, 5)], rewards_2=[("score", 5, 10)])
-    counted = account(found, cores(), start_s=START, end_s=START + 10)
+    counted = usage(found, cores(), start_s=START, end_s=START + 10)
     assert (counted.share("rewards", "score"), counted.cpu_s["rewards"]) == (pytest.approx(0.5), pytest.approx(4.0))
 
 
@@ -142,9 +142,9 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
     found = spans(3.0, **stages) + spans(2.5, **both([], [("wait", 0, 5), ("train", 5, 10)]))
     assert judged(cores(), found, controller_cpu_s=2.0) == (
         "The CPU cores limited this run. It had work for 2 cores during 100 % of 10.0 s. It used 90 % of their time: "
-        "training (50 %), generation (30 %) and the controller (10 %). Ranks waited 50 % of the time for a batch. Servers "
-        "waited 0 % for requests and 0 % for new model weights. Upper bounds on the speed-up: 1.00x if the cores "
-        "always had work, 2.25x if training took no time. More cores would help (launch.devices)."
+        "training (50 %), generation (30 %) and the controller (10 %). Ranks waited 50 % of the time for a batch. "
+        "Servers waited 0 % for requests and 0 % for new model weights. Upper bounds on the speed-up: 1.00x if the "
+        "cores always had work, 2.25x if training took no time. More cores would help (launch.devices)."
     )
 
 

@@ -45,7 +45,7 @@ def advance_all(environment, *turns, n=2, **settings):
 async def advance(rollout, *arrived):
     """What it says next, after these completions."""
     rollout.deliver(arrived)
-    return await rollout.said()
+    return await rollout.next_outcome()
 
 
 def rolled(reward=1.0, **fields):
@@ -160,7 +160,7 @@ def test_a_completion_is_judged_when_it_ends_whatever_the_others_do():
             rollout.deliver([Arrival(0, index, served_apart[index]) for index in ended])
             await asyncio.sleep(0.01)
             seen.append(list(judged))
-        return await rollout.said()
+        return await rollout.next_outcome()
 
     scored = asyncio.run(main())
     assert seen == [["3"], ["3", "1", "4"], ["3", "1", "4", "2"]]
@@ -245,10 +245,10 @@ def test_rollouts_that_are_cut_have_no_result_where_they_wait_for_the_policy():
         rollout = GroupRollout(Own(slow), PROMPT, configured(3))
         opening = served(completion("1"), completion("2"), completion("3"))
         rollout.deliver([Arrival(0, index, one) for index, one in enumerate(opening)])
-        [request] = await rollout.said()
+        [request] = await rollout.next_outcome()
         assert request.calls == ((1, 1),)
         rollout.cut()
-        return await rollout.said()
+        return await rollout.next_outcome()
 
     summary = asyncio.run(main()).summary
     assert summary.outcomes == {Outcome.CORRECT: 1, Outcome.CUT: 1, Outcome.TIMED_OUT: 1}
@@ -271,7 +271,7 @@ def test_closing_a_group_that_has_just_begun_frees_its_places():
         other = GroupRollout(environment, PROMPT, configured())
         other.deliver([])
         async with asyncio.timeout(10):
-            await other.said()
+            await other.next_outcome()
 
     with pytest.raises(RewardError, match="no result for any completion"):
         asyncio.run(main())
@@ -292,7 +292,7 @@ def test_a_setup_that_fails_is_tried_again():
             rollout = GroupRollout(environment, PROMPT, configured())
             rollout.deliver([])
             with pytest.raises(RewardError) as error:
-                await rollout.said()
+                await rollout.next_outcome()
             said.append(str(error.value).partition("\n")[0])
         return said
 
@@ -323,7 +323,7 @@ def test_a_group_of_which_all_is_cut_is_generated_again():
         rollout.deliver([])
         await asyncio.sleep(0.01)  # they call the policy
         rollout.cut()
-        return await rollout.said()
+        return await rollout.next_outcome()
 
     with pytest.raises(GenerationError, match=r"rollout\.deadline_s: no rollout of the group finished in time"):
         asyncio.run(main())

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import ClientWebSocketResponse, WSServerHandshakeError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from areal_core.api.refusals import refusals
+from areal_core.api.refusals import error_middleware
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.config.schema import load
@@ -28,14 +28,14 @@ from areal_core.errors import (
     RewardWorkerError,
     SessionLostError,
 )
-from areal_core.launch.process import SPENT
+from areal_core.launch.process import EXIT_FINAL
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards import pool as pools
 from areal_core.rewards import remote
 from areal_core.rewards.host import Host
 from areal_core.rewards.pool import GroupSession, RewardPool
-from areal_core.rewards.remote import decode_said, decode_work, encode_said, encode_work
-from areal_core.rewards.worker import Arrived
+from areal_core.rewards.remote import decode_outcome, decode_work, encode_outcome, encode_work
+from areal_core.rewards.worker import GroupMessage
 from areal_core.run.roles import remote_rewards
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import Prompt, SampleRequest
@@ -69,12 +69,12 @@ class Played:
     def __init__(self, socket: ClientWebSocketResponse) -> None:
         self.socket = socket
 
-    async def works(self) -> tuple[int, Arrived | None]:
+    async def works(self) -> tuple[int, GroupMessage | None]:
         """Take the next work."""
         return decode_work(await self.socket.receive_bytes(timeout=LIMIT_S))
 
     async def says(self, group: int, outcome: Any) -> None:
-        await self.socket.send_bytes(encode_said(group, outcome))
+        await self.socket.send_bytes(encode_outcome(group, outcome))
 
     async def is_given_up(self) -> bool:
         await self.socket.receive(timeout=LIMIT_S)
@@ -86,7 +86,7 @@ Connect = Callable[..., Awaitable[Played]]
 
 @pytest.fixture
 async def connect(pool: RewardPool) -> AsyncIterator[Connect]:
-    app = web.Application(middlewares=[refusals({})])
+    app = web.Application(middlewares=[error_middleware({})])
     app.add_routes(reward_routes(pool))
     async with TestClient(TestServer(app)) as client:
 
@@ -112,7 +112,7 @@ async def suspended(pool: RewardPool, worker: Played) -> tuple[int, GroupSession
     deliver(session)
     group, _ = await worker.works()
     await worker.says(group, REQUESTS)
-    assert await session.said() == REQUESTS
+    assert await session.next_outcome() == REQUESTS
     return group, session
 
 
@@ -126,7 +126,7 @@ async def test_groups_go_on_where_they_were_suspended(pool: RewardPool, connect:
         found, arrived = await worker.works()
         assert (found, arrived and arrived.prompt) == (group, None)
         await worker.says(group, REQUESTS)
-        assert await session.said() == REQUESTS
+        assert await session.next_outcome() == REQUESTS
     await pool.close()
     assert [await worker.is_given_up() for worker in workers] == [True, True]
 
@@ -143,7 +143,7 @@ async def test_a_worker_has_many_groups_at_once(pool: RewardPool, connect: Conne
         await worker.says(group, REQUESTS)  # of a group that has ended
     for session in sessions:
         with pytest.raises(RewardTimeoutError, match="too long"):
-            await session.said()
+            await session.next_outcome()
     await suspended(pool, worker)  # it is still there
 
 
@@ -172,9 +172,9 @@ async def test_a_lost_connection_loses_groups_and_costs_them_no_try(pool: Reward
     await worker.says(working.group, RewardWorkerError("it died"))
     await worker.socket.close()
     with pytest.raises(RewardWorkerError, match="it died"):
-        await working.said()
+        await working.next_outcome()
     with pytest.raises(SessionLostError, match="has exited"):
-        await session.said()
+        await session.next_outcome()
     await suspended(pool, await connect())
 
 
@@ -205,7 +205,7 @@ async def test_a_machine_that_vanishes_is_missed(
     deliver(session)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(SessionLostError, match="has exited"):
-            await session.said()
+            await session.next_outcome()
     assert caplog.messages[-1] == "reward worker 1 disconnected"
 
 
@@ -219,7 +219,7 @@ ARRIVALS = [
 
 @pytest.mark.parametrize("prompt", [PROMPT, None], ids=["the first ones", "later ones"])
 def test_work(prompt: Prompt | None) -> None:
-    arrived = Arrived(prompt=prompt, completions=ARRIVALS)
+    arrived = GroupMessage(prompt=prompt, completions=ARRIVALS)
     message = encode_work(9, arrived)
     assert message.count(COMMON) == 1  # two completions have it in common
     group, found = decode_work(message)
@@ -230,12 +230,12 @@ def test_work(prompt: Prompt | None) -> None:
 
 
 def test_errors_keep_their_kind_where_they_say_something_of_the_group() -> None:
-    group, returned = decode_said(encode_said(7, GenerationError("no body")))
+    group, returned = decode_outcome(encode_outcome(7, GenerationError("no body")))
     assert (group, type(returned), str(returned)) == (7, GenerationError, "no body")
-    _, returned = decode_said(encode_said(7, ConfigError("environment: none")))
+    _, returned = decode_outcome(encode_outcome(7, ConfigError("environment: none")))
     assert type(returned) is RewardError  # not another's
     for answer in (b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'):
-        group, outcome = decode_said(bytes([9]) + bytes(7) + answer)
+        group, outcome = decode_outcome(bytes([9]) + bytes(7) + answer)
         assert group == 9
         assert isinstance(outcome, RewardError)
         assert str(outcome).startswith("invalid response of a reward worker: ")
@@ -249,7 +249,7 @@ def test_an_outcome_that_can_not_be_sent_costs_its_group(monkeypatch: pytest.Mon
         (b"", {"a": (2**70,)}, "environment: can't serialize its result: "),
     ):
         scored = ScoredGroup(payload=payload, summary=replace(summary(), metrics=metrics))
-        _, outcome = decode_said(encode_said(7, scored))
+        _, outcome = decode_outcome(encode_outcome(7, scored))
         assert isinstance(outcome, RewardError)
         assert str(outcome).startswith(says)
 
@@ -268,16 +268,16 @@ def test_errors_of_groups_are_told_and_others_are_this_machines(tmp_path: Path) 
         receive = Mock(side_effect=[*((4, event) for event in events[:-1]), events[-1]])
         worker: Any = SimpleNamespace(receive=receive, running=5, kill=Mock())
         socket: Any = MagicMock()
-        host._tell(worker, socket)
+        host._send_outcomes(worker, socket)
         assert socket.__exit__.called
-        said = [decode_said(call.args[0]) for call in socket.send.call_args_list]
+        said = [decode_outcome(call.args[0]) for call in socket.send.call_args_list]
         return [(group, type(each)) for group, each in said]
 
     heard = told(GenerationError("no body"), RewardWorkerError("it died"))
     assert heard == [(4, GenerationError), (5, RewardWorkerError)]
     assert told(ConfigError("no sandbox here any more"), RewardWorkerError("")) == []
     with pytest.raises(ConfigError, match="no sandbox"):
-        host._next_one()
+        host._next_event()
 
 
 def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path
     run = run_dir(tmp_path, environment={"name": "elsewhere_alone:Environment"})
     argv = [sys.executable, "-m", "areal_core.rewards.host", "--run-dir", run.root, "--first", "1", "--workers", "2"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == remote_rewards(run, first=1, count=2).final == SPENT
+    assert ended.returncode == remote_rewards(run, first=1, count=2).final == EXIT_FINAL
     [line] = ended.stderr.splitlines()
     assert line.startswith("areal: error: environment.name: ")
     assert "elsewhere_alone" in line

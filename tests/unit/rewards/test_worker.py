@@ -24,7 +24,7 @@ from areal_core.errors import (
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool, open_rewards
-from areal_core.rewards.worker import judged_apart, outcome_apart
+from areal_core.rewards.worker import judge_in_own_worker, judge_isolated
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Outcome, Prompt
 from tests.support import worker_tasks
@@ -134,7 +134,7 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced(start):
 @pytest.fixture
 def hasty(monkeypatch):
     """Who can't say where it hangs is not waited for long."""
-    monkeypatch.setattr(worker, "_LAST_WORDS_S", 1.0)
+    monkeypatch.setattr(worker, "_HANG_REPORT_S", 1.0)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -186,7 +186,7 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
     with pytest.raises(SessionLostError, match="has exited"):
-        await session.said()
+        await session.next_outcome()
     [request] = await advance(pool.begin(ASKED, 1), completion("#0"))  # it starts again, in another worker
     assert request.calls == ((0, 1),)
 
@@ -194,7 +194,7 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(group_
 async def advance(session, *completions):
     """What the group says next, after the completions of its opening."""
     session.deliver(arrivals(*completions))
-    return await session.said()
+    return await session.next_outcome()
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(group_pool):
@@ -235,7 +235,7 @@ async def test_an_awaited_verdict_that_fails_costs_its_group_alone(group_pool):
         with pytest.raises(error, match=f"^environment.verifier {PATIENT.verifier}: {shown}"):
             await advance(pool.begin(told(said), 2), completion("#3"), completion("#3"))
     other.deliver([Arrival(0, 1, served(completion("3"))[0])])
-    assert (await other.said()).summary.rewards == (1.0, 0.0)
+    assert (await other.next_outcome()).summary.rewards == (1.0, 0.0)
 
 
 async def test_a_blocking_verifier_costs_its_group_a_try_and_no_other(group_pool):
@@ -246,7 +246,7 @@ async def test_a_blocking_verifier_costs_its_group_a_try_and_no_other(group_pool
     with pytest.raises(RewardTimeoutError, match=said):
         await advance(pool.begin(told("block"), 2), completion("#3"), completion("#3"))
     with pytest.raises(SessionLostError, match="has exited"):
-        await other.said()
+        await other.next_outcome()
 
 
 async def test_one_await_of_an_environment_has_the_time_limit(group_pool):
@@ -286,7 +286,7 @@ CONFIG = load({"environment": {"verifier": f"{worker_tasks.__name__}:verify"}, "
 
 
 def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
-    return outcome_apart(config, "", PROMPT, text)
+    return judge_in_own_worker(config, "", PROMPT, text)
 
 
 def test_verdicts_are_those_of_the_verifier() -> None:
@@ -306,7 +306,7 @@ def test_verdicts_are_those_of_the_verifier() -> None:
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
     with pytest.raises(error, match=f"^environment.verifier {CONFIG.environment.verifier}: {said}"):
         outcome(text)
-    verdict = asyncio.run(judged_apart(CONFIG, "", PROMPT, text))
+    verdict = asyncio.run(judge_isolated(CONFIG, "", PROMPT, text))
     assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
     assert f"completion:\n        {text}" in str(verdict.failure)
 
@@ -320,7 +320,7 @@ async def test_module_that_can_not_be_imported_is_named_by_group_judged_apart(gr
 def test_failed_start_of_process_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_START_S", 1e-3)
     with pytest.raises(RewardError, match="did not start") as failed:
-        asyncio.run(judged_apart(CONFIG, "", PROMPT, "1"))
+        asyncio.run(judge_isolated(CONFIG, "", PROMPT, "1"))
     assert type(failed.value) is RewardError  # the group is tried again; no worker is counted as lost
 
 
@@ -346,7 +346,7 @@ async def test_import_of_user_code_has_its_own_time(
     monkeypatch.setenv("PYTHONPATH", str(model))
     monkeypatch.setattr(worker, "_OPEN_S", 3.0)
     config = replace(CONFIG, environment=EnvironmentConfig(verifier="own_module:verify"))
-    verdict = await judged_apart(config, "", PROMPT, "#2")
+    verdict = await judge_isolated(config, "", PROMPT, "#2")
     assert str(verdict.failure).split("\n")[0].replace(str(model), "") == apart
     assert verdict.outcome is (Outcome.CORRECT if apart == "None" else Outcome.TIMED_OUT)
     pool = open_rewards(config, str(model), 1)

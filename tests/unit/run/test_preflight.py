@@ -196,11 +196,11 @@ def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypa
     lines: list[str] = []
     disk = space("file:///b%20c", lines.append)
     free(monkeypatch, {"/a": 5.0, "/b c": 5.0}, inodes=20_000)
-    disk.look()
+    disk.check()
     assert lines == []
     free(monkeypatch, {"/a": 4.0, "/b c": 4.9}, inodes=19_999)
     for _ in range(2):
-        disk.look()
+        disk.check()
     assert lines == [
         "state_dir: /a has 4.00 GiB left, less than 5",
         "state_dir: /a has 19999 inodes left, less than 20000",
@@ -213,7 +213,7 @@ def test_each_shortage_is_told_once_and_a_nearly_full_disk_ends_the_run(monkeypa
     ):
         free(monkeypatch, {"/a": 4.0, "/b c": gib}, inodes=inodes)
         with pytest.raises(StorageError, match=rf"^(storage\.url: /b c|state_dir: /a) has {said}"):
-            disk.look()
+            disk.check()
 
 
 @pytest.mark.parametrize("store", ["s3://bucket/prefix", "/absent"])
@@ -221,7 +221,7 @@ def test_unlimited_inodes_are_enough_and_other_stores_are_left_to_their_users(
     monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
     free(monkeypatch, {"/a": 5.0}, inodes=0, of=0)
-    space(store, pytest.fail).look()
+    space(store, pytest.fail).check()
 
 
 TINY = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}

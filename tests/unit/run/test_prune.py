@@ -17,7 +17,7 @@ from areal_core.launch.supervisor import FileLock
 from areal_core.run import prune
 from areal_core.run.folders import run_folder
 from areal_core.run.ownership import Ownership
-from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
+from areal_core.run.prune import StoredRun, delete, free_leftovers, stored_runs
 from areal_core.storage import checkpoint
 from areal_core.storage.lease import NAME, Lease, LeaseLostError
 from areal_core.storage.objects import Storage
@@ -50,8 +50,8 @@ def made(config: RunConfig, run_id: str = "first", steps: tuple[int, ...] = (5, 
     return store
 
 
-def held(config: RunConfig) -> dict[str, HeldRun]:
-    return {run.run_id: run for run in held_runs(config, pytest.fail)}
+def held(config: RunConfig) -> dict[str, StoredRun]:
+    return {run.run_id: run for run in stored_runs(config, pytest.fail)}
 
 
 def objects(store: Storage) -> list[str]:

@@ -21,7 +21,7 @@ from areal_core.launch.supervisor import RoleSpec
 from areal_core.run import registration
 from areal_core.run import remote_worker as command
 from areal_core.run.remote import copied
-from areal_core.run.remote_worker import CopiedFolder, RemoteWorker, Share
+from areal_core.run.remote_worker import RemoteWorker, RunCopy, Share
 from areal_core.run.roles import generation
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.processes import wait_for
@@ -31,7 +31,7 @@ SERVER = """
 import os, sys, time
 from pathlib import Path
 from areal_core.launch import process
-process.adopt(Path(sys.argv[1]))
+process.tie_to_parent(Path(sys.argv[1]))
 if sys.argv[2] == "fails":
     sys.exit("no memory today")
 process.announce_ready(Path(sys.argv[1]), f"http://{os.getpid()}.test")
@@ -116,7 +116,7 @@ class Part:
         self.lines: list[str] = []
         self.run = RunDir(folder / "runs" / "r")
         share = Share(role="generation", count=count)
-        self.worker = RemoteWorker(share, CopiedFolder(head_node.head(), folder), "127.0.0.1", log=self.lines.append)
+        self.worker = RemoteWorker(share, RunCopy(head_node.head(), folder), "127.0.0.1", log=self.lines.append)
         self._thread = ThreadPoolExecutor(1)
         self.running = self._thread.submit(self.worker.work)
 
@@ -201,7 +201,7 @@ def test_a_machine_that_leaves_has_its_servers_leave_first(head_node: HeadNode, 
 
 
 def test_who_leaves_before_there_is_a_run_waits_for_none(tmp_path: Path) -> None:
-    folder = CopiedFolder(Head("http://127.0.0.1:1", "t"), tmp_path)
+    folder = RunCopy(Head("http://127.0.0.1:1", "t"), tmp_path)
     worker = RemoteWorker(Share(role="generation"), folder, "127.0.0.1")
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(worker.work)

@@ -20,7 +20,7 @@ from areal_core.errors import StorageError
 from areal_core.storage import durable
 from areal_core.storage.folder import Folder
 from areal_core.storage.objects import Storage
-from areal_core.storage.patience import Patience
+from areal_core.storage.patience import RetryPolicy
 from tests.faults.disk import Disk, compiler
 from tests.support.virtual import VirtualClock
 
@@ -54,7 +54,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be anothe
 
 
 def store_in(folder: Path, time: VirtualClock) -> Storage:
-    return Storage(Folder(), str(folder), str(folder), Patience(1800.0, time.clock))
+    return Storage(Folder(), str(folder), str(folder), RetryPolicy(1800.0, time.clock))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
@@ -215,7 +215,7 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_it_is_tried_at_growing_intervals_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     time, work = VirtualClock(), Failing(*(full() for _ in range(12)))
-    patience = Patience(_LIMIT_S, time.clock)
+    patience = RetryPolicy(_LIMIT_S, time.clock)
     assert patience.run(work, "write /store/x", Folder()) == "done"
     for number, seconds in enumerate(time.slept):
         longest = min(10.0, 0.25 * 2**number)
@@ -227,7 +227,7 @@ def test_it_is_tried_at_growing_intervals_until_it_succeeds(caplog: pytest.LogCa
     )
     assert end == f"INFO storage: responds again, after {sum(time.slept):.1f} s"
     caplog.clear()
-    assert Patience(8.0, VirtualClock().clock, quiet=True).run(Failing(full()), "write x", Folder()) == "done"
+    assert RetryPolicy(8.0, VirtualClock().clock, quiet=True).run(Failing(full()), "write x", Folder()) == "done"
     assert told(caplog) == []
 
 
@@ -243,7 +243,7 @@ def test_it_is_tried_at_growing_intervals_until_it_succeeds(caplog: pytest.LogCa
 def test_lasting_error_or_one_without_patience_is_raised_at_once(limit_s: float, passing: int, error: OSError) -> None:
     time, work = VirtualClock(), Failing(*[full()] * passing, error)
     with pytest.raises(type(error), match=error.strerror):
-        Patience(limit_s, time.clock).run(work, "write /store/x", Folder())
+        RetryPolicy(limit_s, time.clock).run(work, "write /store/x", Folder())
     assert (work.tries, len(time.slept)) == (passing + 1, passing)
 
 
@@ -256,4 +256,4 @@ def test_a_process_that_stood_still_for_longer_tries_once_more() -> None:
             raise TimeoutError(110, "Connection timed out")
         return "done"
 
-    assert Patience(_LIMIT_S, time.clock).run(stand_still, "write x", Folder()) == "done"
+    assert RetryPolicy(_LIMIT_S, time.clock).run(stand_still, "write x", Folder()) == "done"

@@ -126,7 +126,7 @@ class Controller:
             "shared": {"payloads/a.bin": {"bytes": 1, "sha256": "0" * 64, "crc32": [0]}},
         }
 
-    def committed(self, step: int) -> None:
+    def report_checkpoint(self, step: int) -> None:
         self.calls.append(("committed", step))
 
     def metrics(self, rows: list[Any]) -> None:

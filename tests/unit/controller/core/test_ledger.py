@@ -205,7 +205,7 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
 
 def folded(ledger: TrajectoryLedger, *kept: int) -> list[int]:
     """Fold all that can be; returns the groups that have rows still."""
-    while ledger.fold(kept):
+    while ledger.prune(kept):
         pass
     return [row[0] for row in ledger._db.execute("SELECT group_id FROM groups ORDER BY group_id")]
 
@@ -229,7 +229,7 @@ def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
     assert ledger.versions.digest(3) is None
     assert ledger.notes.incarnation == 0
     with pytest.raises(LedgerError, match=f"group {groups[1]} does not exist"):
-        ledger.lose(groups[1])
+        ledger.drop_damaged(groups[1])
 
 
 def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
@@ -250,7 +250,7 @@ def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch)
     assert not ledger.free(2)
     assert ledger.payloads.forgotten == 5
     before = books(ledger)
-    assert ledger.fold()
+    assert ledger.prune()
     assert books(ledger) == before
     assert ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0] == 5 - 2
     assert folded(ledger) == [groups[5]]
@@ -269,7 +269,7 @@ def test_a_snapshot_is_small(ledger, tmp_path):
 
 def test_a_damaged_payload_of_a_buffered_group_costs_that_group(ledger):
     damaged, other = admit_ready(ledger), admit_ready(ledger)
-    ledger.lose(damaged)
+    ledger.drop_damaged(damaged)
     assert ledger.dropped() == {"damaged": 1}
     assert ledger.admit(version=0).prompt_index == 0
     assert ledger.fix_batch(1, selection(groups=1)).groups[0].group_id == other
@@ -282,7 +282,7 @@ def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
     for step in (1, 2, 3):
         ledger.fix_batch(step, selection(groups=1))
     ledger.publish(version(1))
-    ledger.lose(groups[1])  # of the batch whose version is not published yet
+    ledger.drop_damaged(groups[1])  # of the batch whose version is not published yet
     assert ledger.notes.incarnation == 0
     assert ledger.last_step() == 1
     assert ledger.versions.last() == 1
@@ -298,7 +298,7 @@ def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(l
     sampled_by_it = admit_ready(ledger, at=1)
     ledger.fix_batch(2, selection(groups=1))
     ledger.publish(version(2))
-    ledger.lose(groups[0])
+    ledger.drop_damaged(groups[0])
     assert ledger.notes.incarnation == 1
     assert (ledger.last_step(), ledger.versions.last()) == (0, 0)
     assert ledger.dropped() == {"damaged": 1, "replaced": 1}  # what the forgotten version 1 had sampled
@@ -395,7 +395,7 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
     again = ledger.batch(1)
     assert again == batch, "a trainer that begins again asks for an earlier one"
     assert again is not batch, "two are kept"
-    ledger.lose(first)
+    ledger.drop_damaged(first)
     assert ledger.batch(1) is None
     again = ledger.fix_batch(1, selection())
     assert first not in {group.group_id for group in again.groups}
@@ -406,11 +406,11 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
 
 def test_the_versions_before_a_damaged_batch_stay(ledger):
     batches = stepped(ledger, 0, 0, 1, 2)
-    ledger.lose(batches[2])
+    ledger.drop_damaged(batches[2])
     assert (ledger.notes.incarnation, ledger.versions.newest()) == (1, version(1))
 
 
 def test_failed_tries_of_a_group_are_counted(ledger):
     group = ledger.admit(version=0).group_id
-    assert [ledger.failed_try(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
+    assert [ledger.count_failed_attempt(group, Tally(tokens=1)) for _ in range(3)] == [1, 2, 3]
     assert ledger.tokens().dropped == 3

@@ -26,8 +26,8 @@ from areal_core.launch.heartbeat import Heartbeat
 from areal_core.launch.supervisor import StopSignal
 from areal_core.run.remote import copied as module
 from areal_core.run.remote import stager as stager_module
-from areal_core.run.remote.copied import CopiedFolder, Place
-from areal_core.run.remote.share import GONE_S, Nodes, Said, Share, TakenError, owned
+from areal_core.run.remote.copied import RunCopy, ShareResources
+from areal_core.run.remote.share import REPORT_TIMEOUT_S, NodeReport, Nodes, Share, TakenError, share_contents
 from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
@@ -43,15 +43,16 @@ class Node:
 
     def __init__(self, head: Head, folder: Path) -> None:
         self.folder = folder
-        self.copy = CopiedFolder(head, folder)
+        self.copy = RunCopy(head, folder)
         self.stop = StopSignal()
         self._open = ExitStack()
 
-    def take(self, share: Share = GENERATION) -> Place:
+    def take(self, share: Share = GENERATION) -> ShareResources:
         config = self.copy.find(1.0, self.stop)
         assert config is not None
-        self.beside = Supervision(self.copy.run, config.launch, log=print, forward=print, end=self.stop.set)
-        return self._open.enter_context(self.copy.taken(share, config, "127.0.0.1", beside=self.beside, stop=self.stop))
+        self.supervision = Supervision(self.copy.run, config.launch, log=print, forward=print, end=self.stop.set)
+        owned = self.copy.own_share(share, config, "127.0.0.1", supervision=self.supervision, stop=self.stop)
+        return self._open.enter_context(owned)
 
     def end(self) -> None:
         self.stop.set()
@@ -62,8 +63,8 @@ class Node:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.05)
     monkeypatch.setattr(module, "_SEND_S", 0.05)
-    monkeypatch.setattr(module, "_LAST_WORDS_S", 1.0)
-    monkeypatch.setattr(head_module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_FINAL_REPORT_S", 1.0)
+    monkeypatch.setattr(head_module, "_RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -166,20 +167,20 @@ def test_data_server_that_was_just_started_again_has_what_processes_write(
     machine = node(head_node.head())
     here = machine.take().run
     monkeypatch.setattr(module, "POLL_S", 10.0)
-    wait_for(lambda: head_node.files.nodes.awaited)
+    wait_for(lambda: head_node.files.nodes.awaits_reports)
     assert head_node.served is not None
     head_node.serve(int(head_node.served.url.rpartition(":")[2]))  # it knows no share
     here.log_file("generation").write_text("half of the last line")
     machine.end()
     assert head_node.run.log_file("generation").read_text() == "half of the last line"
-    assert not head_node.files.nodes.awaited
-    assert machine.beside.failure is None
+    assert not head_node.files.nodes.awaits_reports
+    assert machine.supervision.failure is None
 
 
 def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
     head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "NO_HEAD_S", 1.0)
+    monkeypatch.setattr(module, "HEAD_TIMEOUT_S", 1.0)
     where = [head_node.serve()]
     machine = node(Head(lambda: where[0], head_node.run.token(), timeout_s=1.0))
     place = machine.take()
@@ -199,16 +200,16 @@ def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
         ProcessError, match=r"^the head node has not responded for 1 s: run r has ended, or is unreachable$"
     ):
         wait_for(place.ended)
-    assert machine.beside.failure is None
+    assert machine.supervision.failure is None
 
 
 def test_another_run_at_the_same_address(head_node: HeadNode, node: Callable[..., Node]) -> None:
     machine = node(head_node.head())
     machine.take()
-    head_node.files._looked_at = float("inf")
+    head_node.files._read_at = float("inf")
     head_node.files._state["run_id"] = "other"
-    wait_for(lambda: machine.beside.failure)
-    assert str(machine.beside.failure) == "the head node now runs other: run r has ended"
+    wait_for(lambda: machine.supervision.failure)
+    assert str(machine.supervision.failure) == "the head node now runs other: run r has ended"
 
 
 def test_a_share_that_another_machine_has_until_it_leaves(
@@ -419,7 +420,7 @@ def config(**generation: Any) -> RunConfig:
 def test_processes_and_files_of_a_share(
     settings: RunConfig, share: Share, processes: set[str], files: set[str]
 ) -> None:
-    its = owned(settings, share.settled(settings))
+    its = share_contents(settings, share.with_count(settings))
     assert its.processes == processes
     assert {f"{folder}/{name.rpartition('.')[0]}" for folder, name in its.files} == files
 
@@ -435,33 +436,33 @@ def test_processes_and_files_of_a_share(
 )
 def test_what_is_no_share_of_the_run(share: Share, line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}"):
-        share.settled(config())
+        share.with_count(config())
 
 
 # -- the workers that have them ----------------------------------------------------------------------------------------
 
 
-def said(first: int = 0, count: int = 1, role: str = "generation", **fields: Any) -> Said:
+def said(first: int = 0, count: int = 1, role: str = "generation", **fields: Any) -> NodeReport:
     values = {"role": role, "first": first, "count": count, "address": "10.0.0.2"} | fields
-    return msgspec.convert(values, Said)
+    return msgspec.convert(values, NodeReport)
 
 
 def test_a_share_is_one_workers_until_it_is_silent_for_too_long(head_node: HeadNode) -> None:
     clock = SimpleNamespace(now=1000.0)
     nodes = Nodes(head_node.run, head_node.config, lambda: clock.now)
-    nodes.hear("a", said(0, 2))
+    nodes.handle_report("a", said(0, 2))
     with pytest.raises(
         TakenError, match=r"^--head: generation 1 of run r already runs under another command, at 10\.0\.0\.2$"
     ):
-        nodes.hear("b", said(1))
-    nodes.hear("t", said(1, role="trainer"))  # another role
-    clock.now += GONE_S - 1
-    nodes.hear("a", said(0, 2))
-    clock.now += GONE_S - 1
+        nodes.handle_report("b", said(1))
+    nodes.handle_report("t", said(1, role="trainer"))  # another role
+    clock.now += REPORT_TIMEOUT_S - 1
+    nodes.handle_report("a", said(0, 2))
+    clock.now += REPORT_TIMEOUT_S - 1
     with pytest.raises(TakenError):
-        nodes.hear("b", said(1))
+        nodes.handle_report("b", said(1))
     clock.now += 1
-    nodes.hear("b", said(1))
-    assert nodes.owned("a") is None
+    nodes.handle_report("b", said(1))
+    assert nodes.contents_of("a") is None
     with pytest.raises(TakenError):  # it comes back
-        nodes.hear("a", said(0, 2))
+        nodes.handle_report("a", said(0, 2))

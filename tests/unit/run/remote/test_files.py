@@ -118,7 +118,7 @@ def test_a_version_of_rank_0_is_fetched_as_often_as_it_is_announced(
     head_node: HeadNode, serve: Callable[[Callable[[], web.Application]], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that takes longer than a request waits; the copy here may be damaged by the next time."""
-    monkeypatch.setattr(module, "_TAKE_S", 0.05)
+    monkeypatch.setattr(module, "_FETCH_S", 0.05)
     alone = dataclasses.replace(head_node.config.launch, remote_roles="trainer", head_trains=False)
     config = dataclasses.replace(head_node.config, launch=alone)
     write_json(head_node.run.root / "config.json", config.to_dict())
@@ -227,13 +227,13 @@ def test_parts_of_thousands_of_completions_are_one_request_and_an_end_is_told(
             with closing(head.session()) as session:
 
                 def hear(**fields: Any) -> Any:
-                    status, content = session.ask("POST", "/nodes/a", json.dumps(SAID | fields).encode())
+                    status, content = session.request("POST", "/nodes/a", json.dumps(SAID | fields).encode())
                     assert status == 200
                     return json.loads(content)["ended"]
 
                 spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
                 path = f"/payloads/{segment.stem}?spans={spans}"
-                assert session.ask("GET", path) == (200, data[: len(data) // 2])
+                assert session.request("GET", path) == (200, data[: len(data) // 2])
                 assert hear() is None
                 process.terminate()
                 wait_for(hear)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.api.head import AwayError
+from areal_core.api.head import HeadNodeError
 from areal_core.run.remote.files import append
 from areal_core.run.remote.sending import Sender
 
@@ -34,7 +34,7 @@ class HeadFolder:
         older = OLDER if name == LOG else None
         answer = append(self.root / name, offset, data, limit=self.limit, older=older)
         if self.breaks():
-            raise AwayError("the connection broke")
+            raise HeadNodeError("the connection broke")
         return answer
 
     def text(self, name: str) -> str:
@@ -80,20 +80,20 @@ def write(text: str, machine: Machine) -> None:
 
 def test_whole_lines_come_as_they_are_written_and_the_rest_at_the_end(machine: Machine, head: HeadFolder) -> None:
     write("one\ntw", machine)
-    machine.sender.look()
+    machine.sender.send_new()
     assert head.text(LOG) == head.text(TIMELINE) == "one\n"
-    machine.sender.look(last=True)
+    machine.sender.send_new(last=True)
     assert head.text(LOG) == head.text(TIMELINE) == "one\ntw"
 
 
 def test_a_machine_in_the_place_of_another_one(tmp_path: Path, machine: Machine, head: HeadFolder) -> None:
     """Its log and its timeline go on behind the other's. A long text goes in pieces."""
     write("of the first\n", machine)
-    machine.sender.look(last=True)
+    machine.sender.send_new(last=True)
     calls, second = head.calls, Machine(tmp_path / "second", head)
     text = "".join(f"{number}\n" for number in range(100_000))
     write(text, second)
-    second.sender.look()
+    second.sender.send_new()
     assert head.text(LOG) == head.text(TIMELINE) == "of the first\n" + text
     assert head.calls - calls > 4
 
@@ -107,7 +107,7 @@ def test_the_head_node_rotates_a_log_that_would_get_too_large(machine: Machine, 
         machine.write(LOG, line := f"{number:02d} {'x' * 10}\n")
         text += line
         for _ in range(4):
-            machine.sender.look()
+            machine.sender.send_new()
     assert head.text(LOG) == text
     kept = sorted((head.root / LOG).parent.iterdir())
     assert [path.name for path in kept] == [f"generation-0.log{end}" for end in ("", ".1", ".2")]
@@ -117,12 +117,12 @@ def test_the_head_node_rotates_a_log_that_would_get_too_large(machine: Machine, 
 def test_a_head_node_that_has_lost_what_it_had(machine: Machine, head: HeadFolder) -> None:
     """It gets the timeline again, and of a log what comes then."""
     write("one\n", machine)
-    machine.sender.look()
+    machine.sender.send_new()
     (head.root / LOG).write_text("strange, and longer than that here\n")
     (head.root / TIMELINE).unlink()
     write("two\n", machine)
-    machine.sender.look()
-    machine.sender.look()
+    machine.sender.send_new()
+    machine.sender.send_new()
     assert (head.root / LOG).read_text() == "strange, and longer than that here\ntwo\n"
     assert (head.root / TIMELINE).read_text() == "one\ntwo\n"
 
@@ -153,14 +153,14 @@ def test_whatever_happens_everything_is_there_once(steps: list[tuple[str, int]])
                 (machine.root / LOG).replace(machine.root / f"{LOG}.1")
                 (machine.root / LOG).touch()
                 head.breaks = lambda: False
-                machine.sender.look()
+                machine.sender.send_new()
             elif what == "restart":
                 machine.start()
             elif what in ("look", "lose"):
                 answers = iter((False, True))
                 head.breaks = (lambda answers=answers: next(answers, True)) if what == "lose" else lambda: False
-                machine.sender.look()
+                machine.sender.send_new()
         head.breaks = lambda: False
-        machine.sender.look(last=True)
+        machine.sender.send_new(last=True)
         assert head.text(TIMELINE) == written[TIMELINE]
         assert head.text(LOG) == written[LOG]
