@@ -32,7 +32,7 @@ from areal_core.run.remote.stager import Stager
 from areal_core.run.supervision import Supervision
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
-from tests.support.processes import wait_for
+from tests.support.processes import TIMEOUT_S, wait_for
 from tests.support.remote import PATIENCE_S, HeadNode
 
 GENERATION, TRAINER = Share(role="generation", count=1), Share(role="trainer", first=1, count=1)
@@ -304,9 +304,9 @@ class Fetching:
 
     def __call__(self, source: Head, path: str, file: Path, digest: str, **_: Any) -> None:
         number = path.removeprefix("/versions/").partition("?")[0]
-        self.asked.append(number)
         file.write_bytes(weights.weights_file(weights.version_folder(self._versions, int(number))).read_bytes())
-        self.go_on.wait()
+        self.asked.append(number)
+        self.go_on.wait(TIMEOUT_S)
         if self.damaged:
             raise StorageError(f"{path} is damaged")
 
