@@ -42,28 +42,9 @@ _API = {
     "Metric": "areal_core.controller.recorder:BatchMetrics",
 }
 
-__all__ = [
-    "Environment",
-    "Metric",
-    "Objective",
-    "Outcome",
-    "Policy",
-    "Report",
-    "Results",
-    "Rollout",
-    "RunConfig",
-    "RunSummary",
-    "Task",
-    "Verdict",
-    "Verifier",
-    "base_model",
-    "compare",
-    "evaluate",
-    "load",
-    "results",
-    "train",
-    "try_out",
-]
+__all__ = ["Environment", "Metric", "Objective", "Outcome", "Policy", "Report", "Results", "Rollout", "RunConfig"]
+__all__ += ["RunSummary", "Task", "Verdict", "Verifier"]
+__all__ += ["base_model", "compare", "evaluate", "load", "results", "train", "try_out"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 _POLL_INTERVAL_S = 1.0  # Prefect's API has to be polled
 _CANCEL_TIMEOUT_S = 60.0
-_SERVER_DOWN = "Prefect's server does not respond. The run continues; progress returns when the server does."
+_SERVER_DOWN = "Prefect's server does not respond. Flow runs continue; progress returns when the server does."
+_CANCELLING = "Cancelling the flow run. A run that trains ends its step and writes a checkpoint."
+_RESUME = "Retry on its page resumes it from the newest checkpoint, if it has one. `areal up` opens the pages."
 _MESSAGE_TIMEOUT_S = 2.0  # the supervisor notices a dead server at once
 
 _Response = TypeVar("_Response")
@@ -105,9 +107,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             flow_run = _watch(client, flow_run.id, console, messages)
         except KeyboardInterrupt:
             again = "stop waiting" if up.owner == "up" else "kill all processes at once"
-            console.print(
-                f"Cancelling the flow run, which writes a checkpoint. Press Ctrl-C again to {again}.", soft_wrap=True
-            )
+            console.print(f"{_CANCELLING} Press Ctrl-C again to {again}.", soft_wrap=True)
             _cancel(client, create().id, console)  # Ctrl-C may have come after the creation and before its response
             raise
         state = flow_run.state
@@ -151,7 +151,8 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, messa
             flow_run, artifact = polled
             assert flow_run.state is not None
             done = float(str(artifact.data)) if artifact else 0.0
-            text = _safe(artifact.description if artifact and artifact.description else str(flow_run.state.name))
+            late = _query(lambda: _late(client)) if flow_run.state.name == "Late" else None
+            text = _safe((artifact and artifact.description) or late or str(flow_run.state.name))
             bar.update(shown, description=text, completed=done)
             what = re.split(" · |  ", text, maxsplit=1)[0]  # without figures, which change all the time
             if not console.is_terminal and said != (said := (done, what)):
@@ -159,6 +160,15 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, messa
             if flow_run.state.is_final():
                 return flow_run
             time.sleep(_POLL_INTERVAL_S)
+
+
+def _late(client: SyncPrefectClient) -> str:
+    """The state of a flow run that is due, with the flow runs that the worker executes before it."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
+
+    running = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Running"])))
+    names = ", ".join(each.name for each in client.read_flow_runs(flow_run_filter=running))
+    return f"Late: waits until the worker has ended {names or 'other flow runs'}"
 
 
 def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> None:
@@ -170,7 +180,7 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     while time.monotonic() < deadline:
         flow_run = _query(lambda: client.read_flow_run(flow_run_id))
         if flow_run is not None and flow_run.state is not None and flow_run.state.is_final():
-            console.print(f"The flow run is {flow_run.state.name}.")
+            console.print(f"The flow run is {flow_run.state.name}. {_RESUME}", soft_wrap=True)
             return
         time.sleep(_POLL_INTERVAL_S)
     console.print(f"The flow run has not ended after {_CANCEL_TIMEOUT_S:.0f} s.")

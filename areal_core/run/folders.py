@@ -38,10 +38,13 @@ def run_folder(config: RunConfig, run_id: str) -> RunDir:
 
 
 def with_final_model(config: RunConfig) -> RunConfig:
-    """The configuration with the final model of a run, where `model.path` is the name of a run."""
+    """The configuration with the final model of a run, where `model.path` is the name of a run.
+    Raises ModelError for a run that has no final model."""
     assert config.model.path is not None
     final = run_folder(config, config.model.path).root / "final"
     if not os.path.isdir(final):  # unlike Path.is_dir, it takes names that are too long for a file
+        if os.path.isfile(final.with_name("config.json")) and not os.path.exists(config.model.path):
+            raise ModelError(f"model.path: run {config.model.path} has no final model; resume it to its end")
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(final)))
 

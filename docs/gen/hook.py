@@ -1,4 +1,7 @@
-"""MkDocs hook: make pages of the schema, of the commands' --help and of the notebooks."""
+"""MkDocs hook: make pages of the schema, of the commands' --help and of the notebooks.
+
+`python -m docs.gen.hook` writes the page of the schema, which is committed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ def on_files(files: Any, config: Any) -> None:
     from mkdocs.structure.files import File  # absent where only tests run
 
     for name, page in PAGES.items():
-        files.append(File.generated(config, name, content=page()))
+        if not (ROOT / "docs" / name).exists():
+            files.append(File.generated(config, name, content=page()))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -80,6 +84,7 @@ def notebook(file: Path) -> str:
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 PAGES = {"reference/configuration.md": configuration, "reference/command-line.md": command_line}
+COMMITTED = ROOT / "docs" / "reference" / "configuration.md"  # other pages link to it, also in the checkout
 PAGES |= {f"notebooks/{file.stem}.md": functools.partial(notebook, file) for file in NOTEBOOKS}
 
 
@@ -132,3 +137,8 @@ def _comments(schema: type) -> dict[str, str]:
             lines = range(first, (node.end_lineno or first) + 1)
             found[node.target.id] = " ".join(text[line] for line in lines if line in text)
     return found
+
+
+if __name__ == "__main__":
+    COMMITTED.parent.mkdir(exist_ok=True)
+    COMMITTED.write_text(configuration())

@@ -112,7 +112,7 @@ def _has(distribution: str) -> Callable[[], bool]:
 
 PARTS: dict[str, tuple[str, Callable[[], bool], Callable[[], None]]] = {
     "vllm": ("vLLM for CPUs, in .venv-vllm: 3.5 GB, for cpu-vllm", (VLLM / ".plugin").exists, _install_plugin),
-    "smollm2": ("SmolLM2-135M-Instruct: 93 MB, for the experiments smollm2...", SMOLLM2.exists, _install_smollm2),
+    "smollm2": ("SmolLM2-135M-Instruct: 93 MB, for experiment=smollm2 and its kind", SMOLLM2.exists, _install_smollm2),
     "reasoning": ("reasoning-gym, for task=reasoning_gym", _has("reasoning-gym"), _install_reasoning),
     "sandbox": ("bubblewrap, for environment.verifier=code", lambda: bool(shutil.which("bwrap")), _install_sandbox),
 }

@@ -18,3 +18,4 @@ def main(arguments: Sequence[str]) -> None:
     if there is None:
         there = stack.Launch("up").wait_ready()
     print(f"{there.pages}\n`areal train`, `compare` and `evaluate` use these servers. `areal down` stops them.")
+    print(f"For Prefect's own commands: export PREFECT_API_URL={there.environment['PREFECT_API_URL']}")

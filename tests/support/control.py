@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from flows.compose import configure
 from flows.places import FILES
 from tests.support.models import put_base_model
-from tests.support.processes import entries
+from tests.support.processes import command_line, entries
 
 _NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
 _SMALL = (
@@ -49,10 +50,8 @@ def processes_of(state: Path) -> dict[int, str]:
     """Pid and command line of every process that has this state folder in its environment or its command line."""
     found: dict[int, str] = {}
     for process in entries():
-        try:
-            command = (process / "cmdline").read_bytes()
-            if str(state).encode() in (process / "environ").read_bytes() + command:
-                found[int(process.name)] = command.decode().replace("\0", " ").strip()
-        except OSError:
-            continue  # gone meanwhile
+        with suppress(OSError):  # gone meanwhile
+            command = command_line(int(process.name))
+            if str(state).encode() in (process / "environ").read_bytes() + command.encode():
+                found[int(process.name)] = command.strip()
     return found

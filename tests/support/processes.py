@@ -46,10 +46,9 @@ def entries() -> Iterator[Path]:
 
 def command_line(pid: int) -> str:
     """The command line of a process, with spaces; empty for one that has ended."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def marked(name: str, value: str) -> list[int]:

@@ -85,6 +85,7 @@ def test_the_site_has_every_page_once() -> None:
 
 def test_reference_of_fields_has_every_field_and_its_comment() -> None:
     page = hook.configuration()
+    assert hook.COMMITTED.read_text() == page, "python -m docs.gen.hook"
     fields = {name for name, _ in leaves(RunConfig().to_dict())} | {"tasks.NAME.ratio"}
     assert {name for name in fields if f"| `{name}` |" not in page} == set()
     assert "| `training.minibatches` | integer | `4` | ≥ 1 | PPO minibatches per step, of whole groups; the" in page

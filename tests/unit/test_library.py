@@ -22,8 +22,7 @@ from tests.unit.run.test_progress import SUMMARY
 
 def test_every_name_is_exported_and_imported_at_first_use() -> None:
     assert sorted(areal.__all__) == sorted(areal._API) == sorted(dir(areal))
-    for name in areal.__all__:
-        assert getattr(areal, name) is not None
+    assert all(getattr(areal, name) is not None for name in areal.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         importlib.import_module("areal_core").trian  # noqa: B018
     asked = "import sys, areal_core; sys.exit(len({name for name in sys.modules if name.startswith('areal_core.')}))"

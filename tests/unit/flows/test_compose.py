@@ -11,7 +11,7 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from flows.areal import areal
 from flows.compose import benchmark_configs, compose, configure, experiments, split_experiment
 from flows.shared import run_title
@@ -98,6 +98,10 @@ def test_the_name_of_a_run_is_its_final_model(tmp_path):
     for model, path in (("first", str(final)), ("second", "second"), ("x" * 300, "x" * 300)):
         [config] = benchmark_configs(model, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
         assert config.model.path == path
+    final.with_name("config.json").touch()
+    final.rmdir()
+    with pytest.raises(ModelError, match=r"^model\.path: run first has no final model"):
+        benchmark_configs("first", ["needle"], overrides=[f"state_dir={tmp_path}"])
 
 
 @pytest.mark.parametrize(
