@@ -102,7 +102,7 @@ def test_each_is_told_when_it_begins(events: list[tuple[str, str]]) -> None:
 
 
 def test_every_kind_has_an_automation_and_each_acts() -> None:
-    kinds = {*re.findall(r'_(?:judge|tell)\(\s*"(\w+)"', inspect.getsource(health)), "budget"}  # that of flows.on_nodes
+    kinds = {*re.findall(r'_(?:judge|set_alert)\(\s*"(\w+)"', inspect.getsource(health)), "budget"}  # that of flows.on_nodes
     known = [AutomationCore.model_validate(one) for one in yaml.safe_load(AUTOMATIONS.read_text())["automations"]]
     assert {automation.name for automation in known} == {f"areal: {kind}" for kind in kinds}
     for automation in known:
