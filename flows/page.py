@@ -46,6 +46,7 @@ class Progress:
         self._key = key
         self._clock = clock
         self._artifact: UUID | None = None  # None: not created yet
+        self._shown: tuple[float, str] | None = None
         self._client = get_client(sync_client=True, httpx_settings={"timeout": _QUICK_S})
         self._checked_at = clock()
         self._cancelling_since: float | None = None
@@ -58,7 +59,9 @@ class Progress:
         self._client.__exit__(*failure)
 
     def show(self, percent: float, text: str) -> None:
-        """Try once to show the progress; `percent` is 0 to 100."""
+        """Try once to show the progress, if it has changed; `percent` is 0 to 100."""
+        if self._shown == (percent, text):
+            return
         with best_effort():
             if self._artifact is None:
                 made = ArtifactCreate(
@@ -67,6 +70,7 @@ class Progress:
                 self._artifact = self._client.create_artifact(made).id
             else:
                 self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
+            self._shown = percent, text
 
     def link(self, key: str, address: str, text: str) -> None:
         """Try once to show a link."""

@@ -40,11 +40,11 @@ def test_progress_is_shown_when_the_server_is_there(client: MagicMock) -> None:
     client.create_artifact.side_effect = [_AWAY, MagicMock()]
     client.update_artifact.side_effect = [_AWAY, None]
     with Progress("areal-progress") as progress:
-        for percent in (0.0, 10.0, 20.0, 30.0):
+        for percent in (0.0, 10.0, 20.0, 30.0, 30.0):
             progress.show(percent, f"{percent:g} percent")
     made, updated = client.create_artifact.call_args.args[0], client.update_artifact.call_args.args[1]
     assert (made.key, made.data, made.description) == ("areal-progress", 10.0, "10 percent")
-    assert (updated.data, updated.description) == (30.0, "30 percent")
+    assert (updated.data, updated.description, client.update_artifact.call_count) == (30.0, "30 percent", 2)
 
 
 def test_result_is_told_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_each_is_told_when_it_begins(events: list[tuple[str, str]]) -> None:
 
 
 def test_every_kind_has_an_automation_and_each_acts() -> None:
-    kinds = {*re.findall(r'_(?:judge|set_alert)\(\s*"(\w+)"', inspect.getsource(health)), "budget"}  # that of flows.on_nodes
+    kinds = {*re.findall(r'_(?:judge|set_alert)\(\s*"(\w+)"', inspect.getsource(health)), "budget"}  # by flows.on_nodes
     known = [AutomationCore.model_validate(one) for one in yaml.safe_load(AUTOMATIONS.read_text())["automations"]]
     assert {automation.name for automation in known} == {f"areal: {kind}" for kind in kinds}
     for automation in known:
