@@ -11,7 +11,7 @@ from pathlib import Path
 from flows.compose import configure
 from flows.places import FILES
 from tests.support.models import put_base_model
-from tests.support.processes import command_line, entries
+from tests.support.processes import TIMEOUT_S, command_line, entries
 
 _NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
 _SMALL = (
@@ -43,7 +43,7 @@ def emulated(state: Path, *, tracked: bool = False) -> list[str]:
 def run_python(state: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """`settings` are variables of the environment."""
     command, settings = [sys.executable, "-m", *arguments], environment(state) | settings
-    return subprocess.run(command, cwd=FILES, env=settings, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=FILES, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def processes_of(state: Path) -> dict[int, str]:

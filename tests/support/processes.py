@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-TIMEOUT_S = 240.0  # for whatever a test waits for; what fails to come fails there
+TIMEOUT_S = 600.0  # for whatever a test waits for; what fails to come fails there
 
 
 def wait_for(
