@@ -22,6 +22,7 @@ from areal_core.types import GroupSummary, Prompt, Rollout, RunSummary
 from tests.support.runs import learning, merged
 
 pytestmark = pytest.mark.slow
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("two_turn", "calculator")]
 
 STEPS = 3
 _STEP = re.compile(r"\d[-+*]\d=(\d);$")
@@ -76,7 +77,7 @@ def curve(run: RunDir, key: str) -> dict[int, float]:
         return dict(outbox.execute("SELECT step, value FROM metrics WHERE key = ?", [key]).fetchall())
 
 
-@pytest.mark.parametrize("environment", ["two_turn", f"{__name__}:Compacting", "calculator"])
+@pytest.mark.parametrize("environment", [f"{__name__}:Compacting", *NIGHTLY])
 def test_several_turns_and_sequences_are_trained_on_and_every_token_is_counted(
     tmp_path: Path, environment: str
 ) -> None:

@@ -91,6 +91,7 @@ def held(config: RunConfig, run: RunDir) -> dict[int, str]:
         ledger.close()
 
 
+@pytest.mark.nightly
 def test_servers_of_other_machines_die_leave_and_are_replaced(tmp_path: Path, start: Start) -> None:
     launch = LAUNCH | {"remote_roles": "generation"}
     evaluation = {"every": 12, "servers": 0}  # which borrows one, and has it load versions
@@ -186,6 +187,7 @@ def test_rank_0_on_another_machine_makes_the_same_weights(tmp_path: Path, start:
     assert {("trainer-0", "train"), ("publisher-0", "publish")} <= spans
 
 
+@pytest.mark.nightly
 def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:
     launch = LAUNCH | {"remote_roles": "generation", "files_port": free_port()}
 

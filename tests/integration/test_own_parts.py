@@ -133,6 +133,7 @@ def test_mixture_of_three_environments_trains_and_has_curves_by_task(tmp_path: P
     assert all_[1] == pytest.approx(once[1] / 2 + twice[1] / 4 + tools[1] / 4)  # a batch of all groups has the ratios
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_a_gemma_2_model_is_trained_and_what_samples_it_agrees(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
