@@ -37,7 +37,7 @@ _POLL_INTERVAL_S = 1.0  # Prefect's API has to be polled
 _CANCEL_TIMEOUT_S = 60.0
 _SERVER_DOWN = "Prefect's server does not respond. Flow runs continue; progress returns when the server does."
 _CANCELLING = "Cancelling the flow run. A run that trains ends its step and writes a checkpoint."
-_RESUME = "Retry on its page resumes it from the newest checkpoint, if it has one. `areal up` opens the pages."
+_RESUME = "Retry on its page resumes it; `areal up` opens the pages."
 _MESSAGE_TIMEOUT_S = 2.0  # the supervisor notices a dead server at once
 
 _Response = TypeVar("_Response")

@@ -487,11 +487,11 @@ def _concludes(gold: str, terms: Parts, signs: Parts) -> bool:
     elif len(terms) == 2 and _VARIABLE.fullmatch(terms[1]) and not algebra.symbols(gold):
         terms, signs = terms[:1], ()
     links = zip(terms, signs, terms[1:], strict=False)
-    holds = all(_same(one, other) if sign == "=" else _own_vpc(one, other) for one, sign, other in links)
+    holds = all(_same(one, other) if sign == "=" else _near(one, other) for one, sign, other in links)
     return holds and any(_same(gold, term) for term in terms)
 
 
-def _own_vpc(precise: str, rounded: str) -> bool:
+def _near(precise: str, rounded: str) -> bool:
     exact, decimal = algebra.value(precise), number(rounded)
     return exact is not None and decimal is not None and rounds(Fraction(exact), decimal, digits=0)
 
