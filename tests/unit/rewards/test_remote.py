@@ -49,10 +49,6 @@ def _hang(_: Any) -> None:
     time.sleep(600)
 
 
-def _hang(_: Any) -> None:
-    time.sleep(600)
-
-
 @pytest.fixture
 async def pool() -> AsyncIterator[RewardPool]:
     pool = RewardPool(1, timeout_s=600.0, function=_hang)
